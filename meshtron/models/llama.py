@@ -1,0 +1,228 @@
+"""The Llama family in plain torch: it knows nothing of meshes, ranks or recipes.
+
+RMSNorm, rotary position embedding, grouped-query attention and SwiGLU, as in "LLaMA: Open and Efficient
+Foundation Language Models" (Touvron et al., 2023) and "The Llama 3 Herd of Models" (2024). Parameter names are
+those of Hugging Face's ``LlamaForCausalLM`` without the leading ``model.``.
+
+Heads are read off the runtime shape of the projections, so the same code runs with all heads or with one tensor
+parallel rank's share of them; absent parts (``None``) are those that another pipeline stage holds.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+from torch.nn import functional as F
+
+from meshtron.models.attention import Attend, causal_attention
+from meshtron.models.rope import RopeScaling, apply_rope, rope_table
+from meshtron.models.spec import StageLayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """Sizes of a Llama model, under Hugging Face's names."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    """How rotary frequencies are stretched past the original context (None: not)."""
+    max_position_embeddings: int = 4096
+    tie_word_embeddings: bool = False
+    """Whether lm_head and embed_tokens are one parameter."""
+    attention_bias: bool = False
+    """Whether q, k, v and o projections have biases."""
+    init_std: float = 0.02
+    """Standard deviation of initial weights; residual outputs get ``init_std / sqrt(2 * num_hidden_layers)``."""
+
+
+# What runs where when the model is split into pipeline stages.
+STAGES = StageLayout(layers="layers", first=("embed_tokens",), last=("norm", "lm_head"))
+
+
+def tensor_parallel_plan(sequence_parallel: bool = True) -> dict[str, ParallelStyle]:
+    """Tensor-parallel styles by module name.
+
+    Between blocks the hidden states are local tensors: 1/tp of the sequence each with ``sequence_parallel``, whole
+    copies without. Each sharded region opens with one all-gather (or nothing) and closes with one reduce-scatter
+    (or all-reduce), as in Megatron-LM (Shoeybi et al., 2019; Korthikanti et al., 2022).
+    """
+    hidden = Shard(1) if sequence_parallel else Replicate()
+    plan: dict[str, ParallelStyle] = {
+        # Vocabulary-sharded table: every rank looks up the ids it owns, the sum of the parts is the embedding.
+        "embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=hidden),
+        # Attention: heads are split, so q, k, v read the whole sequence and o_proj sums over heads.
+        "layers.*.self_attn": PrepareModuleInput(
+            input_layouts=(hidden, None, None), desired_input_layouts=(Replicate(), None, None)
+        ),
+        "layers.*.self_attn.q_proj": ColwiseParallel(),
+        "layers.*.self_attn.k_proj": ColwiseParallel(),
+        "layers.*.self_attn.v_proj": ColwiseParallel(),
+        "layers.*.self_attn.o_proj": RowwiseParallel(output_layouts=hidden),
+        # Feed-forward: the intermediate size is split.
+        "layers.*.mlp": PrepareModuleInput(input_layouts=(hidden,), desired_input_layouts=(Replicate(),)),
+        "layers.*.mlp.gate_proj": ColwiseParallel(),
+        "layers.*.mlp.up_proj": ColwiseParallel(),
+        "layers.*.mlp.down_proj": RowwiseParallel(output_layouts=hidden),
+        # Logits stay sharded over the vocabulary; the loss reads them where they are.
+        "lm_head": ColwiseParallel(input_layouts=hidden, output_layouts=Shard(-1)),
+    }
+    if sequence_parallel:
+        # Norms work on each rank's part of the sequence; their weight gradients are partial sums over tp.
+        plan |= {
+            "layers.*.input_layernorm": SequenceParallel(),
+            "layers.*.post_attention_layernorm": SequenceParallel(),
+            "norm": SequenceParallel(),
+        }
+    return plan
+
+
+class RMSNorm(nn.Module):
+    """Scale to unit root mean square over the last dim (Zhang & Sennrich, 2019)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query self-attention with rotary positions."""
+
+    def __init__(self, config: LlamaConfig, attend: Attend) -> None:
+        super().__init__()
+        size, head_dim, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.head_dim = head_dim
+        self.attend = attend
+        self.q_proj = nn.Linear(size, config.num_attention_heads * head_dim, bias=bias)
+        self.k_proj = nn.Linear(size, config.num_key_value_heads * head_dim, bias=bias)
+        self.v_proj = nn.Linear(size, config.num_key_value_heads * head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * head_dim, size, bias=bias)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Any = None) -> Tensor:
+        """Attend within ``x`` of shape (batch, sequence, hidden); ``rope`` is what ``rope_table`` returns."""
+        batch, sequence, _ = x.shape
+        q, k, v = (
+            proj(x).view(batch, sequence, -1, self.head_dim).transpose(1, 2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        out = self.attend(apply_rope(q, rope), apply_rope(k, rope), v, mask)
+        return self.o_proj(out.transpose(1, 2).reshape(batch, sequence, -1))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer, 2020)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block."""
+
+    def __init__(self, config: LlamaConfig, attend: Attend) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, attend)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = FeedForward(config)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Any = None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Llama(nn.Module):
+    """A whole Llama model, or, with parts removed, one pipeline stage of it."""
+
+    embed_tokens: nn.Embedding | None
+    norm: RMSNorm | None
+    lm_head: nn.Linear | None
+
+    def __init__(self, config: LlamaConfig, attend: Attend = causal_attention) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config, attend) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(self, x: Tensor, positions: Tensor | None = None, mask: Any = None) -> Tensor:
+        """Token ids (batch, sequence), or an earlier stage's hidden states, to logits or hidden states.
+
+        Args:
+            x: ids of shape (batch, sequence) where this part holds ``embed_tokens``, else hidden states of shape
+                (batch, sequence, hidden); under sequence parallelism the rank's part of the sequence.
+            positions: position of each token, (sequence,) or (batch, sequence); by default 0 .. sequence - 1.
+                They count the whole sequence, also where ``x`` is a part of it.
+            mask: passed to the attention function as it is.
+        """
+        if positions is None:
+            positions = torch.arange(self.sequence_length(x), device=x.device)
+        if self.embed_tokens is not None:
+            x = self.embed_tokens(x)
+        rope = rope_table(positions, self.config.head_dim, self.config.rope_theta, self.config.rope_scaling)
+        for layer in self.layers:
+            x = layer(x, rope, mask)
+        if self.norm is not None:
+            x = self.norm(x)
+        if self.lm_head is not None:
+            x = self.lm_head(x)
+        return x
+
+    # Ranks that share a sequence under sequence parallelism; apply_tensor_parallel's caller sets it.
+    sequence_shards: int = 1
+
+    def sequence_length(self, x: Tensor) -> int:
+        """Length of the whole sequence of which ``x`` is this stage's input."""
+        return x.shape[1] if self.embed_tokens is not None else x.shape[1] * self.sequence_shards
+
+
+def init_std(config: LlamaConfig, name: str) -> float:
+    """Standard deviation of a weight's initial values: outputs into the residual stream start smaller (GPT-2)."""
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        return config.init_std / math.sqrt(2 * config.num_hidden_layers)
+    return config.init_std
+
+
+def flops_per_token(config: LlamaConfig, sequence: int) -> int:
+    """Floating-point operations of one token's forward and backward pass.
+
+    Six a matrix parameter (two forward, four backward; the embedding look-up is none) and
+    ``12 * layers * heads * head_dim * sequence`` for attention scores and values, with the causal mask not
+    discounted, as in PaLM (Chowdhery et al., 2022, appendix B). Left out: norms, rotary, softmax,
+    activations, the optimizer and recomputation.
+    """
+    heads_size = config.num_attention_heads * config.head_dim
+    kv_size = config.num_key_value_heads * config.head_dim
+    per_layer = config.hidden_size * (2 * heads_size + 2 * kv_size + 3 * config.intermediate_size)
+    matrices = config.num_hidden_layers * per_layer + config.vocab_size * config.hidden_size
+    return 6 * matrices + 12 * config.num_hidden_layers * heads_size * sequence
