@@ -43,7 +43,12 @@ def _serve(connection: Connection, path: list[str], directory: str) -> None:
             rank, world_size, store, function, args = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
-        identity = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+        identity = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": world_size,
+            "LOCAL_WORLD_SIZE": world_size,
+        }
         os.environ.update({key: str(value) for key, value in identity.items()})
         try:
             torch.distributed.init_process_group(

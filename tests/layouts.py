@@ -1,0 +1,167 @@
+"""What the multi-rank tests share: a small Llama, its plain single-process training run, and the sharded one."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn import functional as F
+
+from meshtron.initialize import init_weights, materialize
+from meshtron.loss import IGNORE, CausalLMLoss
+from meshtron.mesh import Layout, build_mesh
+from meshtron.models.llama import STAGES, Llama, LlamaConfig, init_std, tensor_parallel_plan
+from meshtron.parallel.pipeline import V_SHAPED, Boundary, PipelineRunner, split_stages
+from meshtron.parallel.placement import shard_range
+from meshtron.parallel.tensor import apply_tensor_parallel
+from meshtron.parallel.tied import find_ties, retie
+from meshtron.parallel.zero import ZeroOptimizer
+
+LR, WEIGHT_DECAY, MAX_NORM, SEED = 1e-2, 0.1, 0.5, 3
+
+
+def small_config(**changes) -> LlamaConfig:
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+    }
+    return LlamaConfig(**(sizes | changes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One sharded training run to be compared with the plain one."""
+
+    layout: Layout
+    config: LlamaConfig = field(default_factory=small_config)
+    schedule: str = "1F1B"
+    stages_per_rank: int = 1
+    micro_batch: int = 1
+    batch: int = 16
+    sequence: int = 16
+    zero: int = 1
+    sequence_parallel: bool = True
+    dtype: torch.dtype = torch.float64
+    steps: int = 5
+    masked: bool = False
+
+
+def global_batch(case: Case, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 + step)
+    ids = torch.randint(0, case.config.vocab_size, (case.batch, case.sequence + 1), generator=generator)
+    tokens, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    if case.masked:
+        keep = torch.randint(0, case.sequence, (case.batch, 1), generator=generator)
+        labels[torch.arange(case.sequence) > keep] = IGNORE
+    return tokens, labels
+
+
+@dataclass
+class Curve:
+    """Loss and gradient norm of each step, and the weights after the last."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, torch.Tensor]
+
+
+def plain_run(case: Case) -> Curve:
+    """The reference: one process, torch.optim.AdamW, torch's clipping, the whole batch at once."""
+    torch.manual_seed(0)
+    model = Llama(case.config).to(case.dtype)
+    init_weights([model], seed=SEED, std=lambda name: init_std(case.config, name))
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}],
+        lr=LR,
+        betas=(0.9, 0.95),
+    )
+    curve = Curve([], [], {})
+    for step in range(case.steps):
+        tokens, labels = global_batch(case, step)
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+        optimizer.zero_grad()
+        loss.backward()
+        curve.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        curve.losses.append(loss.item())
+        optimizer.step()
+    curve.weights = {name: p.detach().clone() for name, p in model.named_parameters(remove_duplicate=False)}
+    return curve
+
+
+def sharded_run(case: Case) -> Curve:
+    """The same run through meshtron's parallel helpers, on the ranks of the current process group."""
+    mesh = build_mesh(case.layout, "cpu")
+    with torch.device("meta"):
+        model = Llama(case.config)
+    ties = find_ties(model)
+    stages = split_stages(model, mesh["pp"], STAGES, schedule=case.schedule, stages_per_rank=case.stages_per_rank)
+    for stage in stages:
+        apply_tensor_parallel(stage, mesh["tp"], tensor_parallel_plan(case.sequence_parallel))
+        stage.sequence_shards = case.layout.tp if case.sequence_parallel else 1
+    materialize(stages, "cpu", case.dtype, ties)
+    init_weights(stages, seed=SEED, std=lambda name: init_std(case.config, name), ties=ties)
+    retie(stages, ties)
+    local_batch = case.batch // case.layout.dp
+    micro_batches = local_batch // case.micro_batch
+    optimizer = ZeroOptimizer(
+        stages,
+        mesh,
+        group_of=lambda name, shape: {"weight_decay": WEIGHT_DECAY if len(shape) >= 2 else 0.0},
+        num_microbatches=micro_batches,
+        shard=case.zero == 1,
+        grad_dtype=torch.promote_types(case.dtype, torch.float32),
+        ties=ties,
+        bucket_bytes=20_000,
+        lr=LR,
+        betas=(0.9, 0.95),
+    )
+    loss_fn = CausalLMLoss(case.config.vocab_size, mesh["tp"])
+    runner = PipelineRunner(
+        stages,
+        mesh["pp"],
+        case.schedule,
+        num_microbatches=micro_batches,
+        loss_fn=loss_fn,
+        boundary=boundary_of(case),
+        output=logits_like(case, mesh),
+        after_weight_pass=optimizer.collect,
+    )
+    curve = Curve([], [], {})
+    rank = mesh.get_local_rank("dp")
+    for step in range(case.steps):
+        tokens, labels = global_batch(case, step)
+        loss_fn.denominator = (labels != IGNORE).sum()
+        mine = slice(rank * local_batch, (rank + 1) * local_batch)
+        loss = runner.step(tokens[mine], labels[mine]).double()
+        torch.distributed.all_reduce(loss)
+        curve.losses.append(loss.item() / case.layout.tp)
+        curve.norms.append(optimizer.clip_grad_norm(MAX_NORM).item())
+        optimizer.step()
+    for stage in stages:
+        for name, parameter in stage.named_parameters(remove_duplicate=False):
+            full = getattr(parameter, "full_tensor", lambda parameter=parameter: parameter)()
+            curve.weights[name] = full.detach().clone()
+    return curve
+
+
+def boundary_of(case: Case) -> Boundary:
+    shards = case.layout.tp if case.sequence_parallel else 1
+    size = case.config.hidden_size
+    return Boundary(
+        inputs=torch.empty(case.micro_batch, case.sequence, dtype=torch.int64, device="meta"),
+        hidden=torch.empty(case.micro_batch, case.sequence // shards, size, dtype=case.dtype, device="meta"),
+    )
+
+
+def logits_like(case: Case, mesh) -> torch.Tensor:
+    columns = len(shard_range(case.config.vocab_size, case.layout.tp, mesh.get_local_rank("tp")))
+    return torch.empty(case.micro_batch, case.sequence, columns, dtype=case.dtype, device="meta")
+
+
+def stages_for(schedule: str) -> int:
+    return 2 if schedule in V_SHAPED or "Interleaved" in schedule or schedule == "LoopedBFS" else 1
