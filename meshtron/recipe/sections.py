@@ -4,48 +4,15 @@ Defaults that follow from other values are filled in as early as they can be: th
 built, those that need another section or the number of ranks by ``Recipe.resolve``.
 """
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
 from meshtron.recipe import layout
-from meshtron.recipe.problems import UNION_TAGS, Problems, nearest, recipe_error
-
-FAMILIES = ("llama",)
-"""Families that ship with meshtron; any other is given as ``package.module:Name``."""
-
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-
-
-class Section(BaseModel):
-    """Base of every section: unknown keys refused, no conversion between types, no change after it is built."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-    def __init__(self, **values: Any) -> None:
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            name = type(self).__name__
-            raise recipe_error(error, type(self), lambda key: "" if name == "Recipe" else f"{name}: ") from None
-
-    # Without this flag pydantic would also call __init__ for a section inside a recipe, and the first mistake
-    # would hide those in other sections.
-    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+from meshtron.recipe.base import Count, Positive, Section
+from meshtron.recipe.data import DataSection, ValidationSection
+from meshtron.recipe.model import CustomModelSection, ModelSection, model_tag
+from meshtron.recipe.problems import UNION_TAGS, Problems
 
 
 class RunSection(Section):
@@ -61,111 +28,6 @@ class RunSection(Section):
     """Device type; "auto" takes a GPU where there is one. Default "auto"."""
     deterministic: bool = False
     """Only operations whose result is the same, bit for bit, at each run (slower). Default false."""
-
-
-class RopeScalingSection(Section):
-    """How rotary frequencies are stretched past the original context (Hugging Face's ``rope_scaling``)."""
-
-    rope_type: Literal["default", "linear", "llama3"]
-    """Kind of stretching."""
-    factor: Annotated[float, Field(gt=0)] = 1.0
-    """How many times longer the context gets. Default 1.0."""
-    low_freq_factor: Annotated[float, Field(gt=0)] = 1.0
-    """Wavelengths above original / this are stretched in full (llama3). Default 1.0."""
-    high_freq_factor: Annotated[float, Field(gt=0)] = 4.0
-    """Wavelengths below original / this are kept (llama3). Default 4.0."""
-    original_max_position_embeddings: Positive = 8192
-    """Context, in tokens, before stretching (llama3). Default 8192."""
-
-
-class ModelSection(Section):
-    """The model, under Hugging Face's names. With ``from_hf`` the sizes come from that folder's config.json."""
-
-    family: str = "llama"
-    """"llama", or "package.module:Name" for a model of your own. Default "llama"."""
-    from_hf: str = ""
-    """Hugging Face folder that gives sizes and initial weights; "" for none. Default ""."""
-    hidden_size: Count = 0
-    """Width of the hidden states. Required unless from_hf is set."""
-    intermediate_size: Count = 0
-    """Width of the feed-forward layer. Required unless from_hf is set."""
-    num_hidden_layers: Count = 0
-    """Transformer blocks. Required unless from_hf is set."""
-    num_attention_heads: Count = 0
-    """Query heads. Required unless from_hf is set."""
-    num_key_value_heads: Count = Field(default_factory=lambda earlier: earlier["num_attention_heads"])
-    """Key and value heads. Default num_attention_heads."""
-    head_dim: Count = Field(
-        default_factory=lambda earlier: earlier["hidden_size"] // max(1, earlier["num_attention_heads"])
-    )
-    """Size of a head. Default hidden_size / num_attention_heads."""
-    vocab_size: Count = 0
-    """Rows of the embedding; at least the tokenizer's vocabulary. Required unless from_hf is set."""
-    rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-5
-    """Added to the mean square inside each norm. Default 1e-5."""
-    rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
-    """Base of the rotary wavelengths. Default 10000.0."""
-    rope_scaling: RopeScalingSection | None = None
-    """Table that stretches rotary frequencies. Default none."""
-    max_position_embeddings: Count = 0
-    """Longest sequence in tokens; 0 for training.seq_len. Default 0."""
-    tie_word_embeddings: bool = False
-    """Whether the head and the embedding are one parameter. Default false."""
-    attention_bias: bool = False
-    """Whether q, k, v and o projections have biases. Default false."""
-    attention: Literal["auto", "sdpa", "flash_attn", "flex"] = "auto"
-    """Attention backend; "auto" takes the fastest of the device. Default "auto"."""
-    init_std: Annotated[float, Field(gt=0)] = 0.02
-    """Standard deviation of initial weights. Default 0.02."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if _model_tag(self) == "custom family":
-            return self
-        found = [] if self.from_hf else _missing_or_odd_sizes(self)
-        if self.family not in FAMILIES:
-            families = ", ".join(f'"{family}"' for family in FAMILIES)
-            hint = nearest(self.family, FAMILIES)
-            found.append(("family", f'expected {families} or "package.module:Name", found "{self.family}"{hint}'))
-        Problems.raise_if(found)
-        return self
-
-
-class CustomModelSection(ModelSection):
-    """A model of your own (``family = "package.module:Name"``): any further keys are in ``model_extra``."""
-
-    model_config = ConfigDict(extra="allow")
-
-
-def _model_tag(model: Any) -> str:
-    family = model.get("family") if isinstance(model, dict) else getattr(model, "family", None)
-    shipped, custom = UNION_TAGS
-    return custom if isinstance(family, str) and ":" in family else shipped
-
-
-def _missing_or_odd_sizes(model: ModelSection) -> list[tuple[str, str]]:
-    required = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    if missing := [name for name in required if getattr(model, name) == 0]:
-        return [(name, "missing (a whole number of at least 1)") for name in missing]
-    heads, kv_heads, found = model.num_attention_heads, model.num_key_value_heads, list[tuple[str, str]]()
-    if kv_heads == 0 or heads % kv_heads:
-        divisors = [n for n in range(1, heads + 1) if heads % n == 0]
-        found.append(
-            (
-                "num_key_value_heads",
-                f"{kv_heads} does not divide num_attention_heads({heads}): use one of {divisors}",
-            )
-        )
-    if "head_dim" not in model.model_fields_set and model.hidden_size % heads:
-        found.append(
-            (
-                "hidden_size",
-                f"{model.hidden_size} is not a multiple of num_attention_heads({heads}): set head_dim",
-            )
-        )
-    elif model.head_dim == 0 or model.head_dim % 2:
-        found.append(("head_dim", f"{model.head_dim} is not even, as rotary position embedding needs"))
-    return found
 
 
 class ParallelSection(Section):
@@ -286,7 +148,7 @@ class LRScheduleSection(Section):
     """Steps of linear warm-up. Default 0."""
     decay_steps: Count = 0
     """Steps of decay; 0 for all after warm-up, or a fifth of training.steps for "wsd" and "1-sqrt". Default 0."""
-    min_lr_ratio: Fraction = 0.0
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Final learning rate as a part of the peak. Default 0.0."""
 
 
@@ -295,75 +157,6 @@ class TokenizerSection(Section):
 
     path: str = ""
     """A tokenizer.json or a folder that holds one; "" for the folder of the first data source. Default ""."""
-
-
-class Source(Section):
-    """One folder of token shards in a mixture."""
-
-    path: Annotated[str, Field(min_length=1)]
-    """Folder of token shards, as ``meshtron prepare`` writes it."""
-    weight: Annotated[float, Field(gt=0)] = 1.0
-    """Part of the mixture, relative to the other sources. Default 1.0."""
-
-
-Sources = Annotated[tuple[Source, ...], Field(strict=False)]
-
-
-class DataStage(Section):
-    """Data from a given step on."""
-
-    start_step: Count
-    """First step, counted from 0, that this stage feeds."""
-    train: Annotated[tuple[Source, ...], Field(strict=False, min_length=1)]
-    """Sources of the stage."""
-    seq_len: Positive | None = None
-    """Tokens in a sequence. Default training.seq_len."""
-    lr_scale: Annotated[float, Field(gt=0)] = 1.0
-    """Factor on the learning rate. Default 1.0."""
-
-
-class DataSection(Section):
-    """What is trained on."""
-
-    train: Sources = ()
-    """Sources of the mixture. Required unless there are stages."""
-    stages: Annotated[tuple[DataStage, ...], Field(strict=False)] = ()
-    """Stages that replace ``train`` from their start_step on. Default []."""
-    document_mask: bool = False
-    """Whether attention stops at the boundaries of packed documents. Default false."""
-    workers: Count = 0
-    """Loader threads a rank; 0 loads between steps. Default 0."""
-    prefetch: Positive = 2
-    """Batches that workers hold ready. Default 2."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        starts, found = [stage.start_step for stage in self.stages], list[tuple[str, str]]()
-        if not self.train and not self.stages:
-            found.append(("train", 'missing (a list of sources, such as [{path = "data/my_corpus"}])'))
-        elif not self.train and starts[0] != 0:
-            found.append(("stages", f"the first stage starts at step {starts[0]}, and train is empty before it"))
-        if starts != sorted(set(starts)):
-            found.append(("stages", f"start_step must grow from stage to stage, found {starts}"))
-        Problems.raise_if(found)
-        return self
-
-
-class ValidationSection(Section):
-    """Loss on held-out data."""
-
-    interval: Count = 0
-    """Steps between validations; 0 for none. Default 0."""
-    steps: Count = 0
-    """Global batches of one validation; 0 for all the data once. Default 0."""
-    data: Sources = ()
-    """Sources. Required where interval is not 0."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.interval and not self.data:
-            raise Problems([("data", "missing (a list of sources), since validation.interval is not 0")])
-        return self
 
 
 class CheckpointSection(Section):
@@ -424,7 +217,7 @@ class Recipe(Section):
     """Where a run happens and what it is called."""
     model: Annotated[
         Annotated[ModelSection, Tag(UNION_TAGS[0])] | Annotated[CustomModelSection, Tag(UNION_TAGS[1])],
-        Discriminator(_model_tag),
+        Discriminator(model_tag),
     ]
     """The model."""
     parallel: ParallelSection = ParallelSection()
