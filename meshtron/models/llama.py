@@ -1,8 +1,9 @@
 """The Llama family in plain torch: it knows nothing of meshes, ranks or recipes.
 
 RMSNorm, rotary position embedding, grouped-query attention and SwiGLU, as in "LLaMA: Open and Efficient
-Foundation Language Models" (Touvron et al., 2023) and "The Llama 3 Herd of Models" (2024). Parameter names are
-those of Hugging Face's ``LlamaForCausalLM`` without the leading ``model.``.
+Foundation Language Models" (Touvron et al., 2023) and "The Llama 3 Herd of Models" (2024), with the few options
+that make it a Mistral, Qwen2 or Qwen3 (``families.py`` names them). Parameter names are those of Hugging Face's
+``LlamaForCausalLM`` without the leading ``model.``.
 
 Heads are read off the runtime shape of the projections, so the same code runs with all heads or with one tensor
 parallel rank's share of them; absent parts (``None``) are those that another pipeline stage holds.
@@ -49,6 +50,12 @@ class LlamaConfig:
     """Whether lm_head and embed_tokens are one parameter."""
     attention_bias: bool = False
     """Whether q, k, v and o projections have biases."""
+    qkv_bias: bool = False
+    """Whether q, k and v projections have biases even where o has none (Qwen2)."""
+    qk_norm: bool = False
+    """Whether queries and keys are RMS-normalised within each head before they are rotated (Qwen3)."""
+    sliding_window: int | None = None
+    """Tokens that a token attends to, itself included (Mistral 7B v0.1); None is all before it."""
     init_std: float = 0.02
     """Standard deviation of initial weights; residual outputs get ``init_std / sqrt(2 * num_hidden_layers)``."""
 
@@ -57,8 +64,8 @@ class LlamaConfig:
 STAGES = StageLayout(layers="layers", first=("embed_tokens",), last=("norm", "lm_head"))
 
 
-def tensor_parallel_plan(sequence_parallel: bool = True) -> dict[str, ParallelStyle]:
-    """Tensor-parallel styles by module name.
+def tensor_parallel_plan(sequence_parallel: bool = True, *, qk_norm: bool = False) -> dict[str, ParallelStyle]:
+    """Tensor-parallel styles by module name, for models with or without ``qk_norm``.
 
     Between blocks the hidden states are local tensors: 1/tp of the sequence each with ``sequence_parallel``, whole
     copies without. Each sharded region opens with one all-gather (or nothing) and closes with one reduce-scatter
@@ -84,6 +91,13 @@ def tensor_parallel_plan(sequence_parallel: bool = True) -> dict[str, ParallelSt
         # Logits stay sharded over the vocabulary; the loss reads them where they are.
         "lm_head": ColwiseParallel(input_layouts=hidden, output_layouts=Shard(-1)),
     }
+    if qk_norm:
+        # One weight for all heads, applied to each rank's heads (dim 2 here, where the style says sequence), so
+        # that its gradient is a partial sum over tp.
+        plan |= {
+            "layers.*.self_attn.q_norm": SequenceParallel(sequence_dim=2),
+            "layers.*.self_attn.k_norm": SequenceParallel(sequence_dim=2),
+        }
     if sequence_parallel:
         # Norms work on each rank's part of the sequence; their weight gradients are partial sums over tp.
         plan |= {
@@ -111,22 +125,28 @@ class Attention(nn.Module):
 
     def __init__(self, config: LlamaConfig, attend: Attend) -> None:
         super().__init__()
-        size, head_dim, bias = config.hidden_size, config.head_dim, config.attention_bias
+        size, head_dim = config.hidden_size, config.head_dim
+        bias = config.attention_bias or config.qkv_bias
         self.head_dim = head_dim
+        self.window = config.sliding_window
         self.attend = attend
         self.q_proj = nn.Linear(size, config.num_attention_heads * head_dim, bias=bias)
         self.k_proj = nn.Linear(size, config.num_key_value_heads * head_dim, bias=bias)
         self.v_proj = nn.Linear(size, config.num_key_value_heads * head_dim, bias=bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * head_dim, size, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * head_dim, size, bias=config.attention_bias)
+        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Any = None) -> Tensor:
         """Attend within ``x`` of shape (batch, sequence, hidden); ``rope`` is what ``rope_table`` returns."""
         batch, sequence, _ = x.shape
         q, k, v = (
-            proj(x).view(batch, sequence, -1, self.head_dim).transpose(1, 2)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
+            proj(x).view(batch, sequence, -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        out = self.attend(apply_rope(q, rope), apply_rope(k, rope), v, mask)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
+        out = self.attend(apply_rope(q, rope), apply_rope(k, rope), v, mask, window=self.window)
         return self.o_proj(out.transpose(1, 2).reshape(batch, sequence, -1))
 
 

@@ -1,0 +1,1 @@
+"""Hugging Face folders in and out: config.json, safetensors and tokenizer files, without transformers."""
