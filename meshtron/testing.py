@@ -6,6 +6,8 @@ that raises ends the call at once with that rank's traceback, and all ranks of t
 """
 
 import atexit
+import functools
+import gc
 import multiprocessing
 import os
 import pickle
@@ -57,10 +59,28 @@ def _serve(connection: Connection, path: list[str], directory: str) -> None:
             result = function(*args)
             torch.distributed.barrier()
             torch.distributed.destroy_process_group()
+            _forget_meshes()
             message = pickle.dumps((True, result))
         except BaseException:
             message = pickle.dumps((False, traceback.format_exc()))
         connection.send_bytes(message)
+
+
+def _forget_meshes() -> None:
+    """Empty torch's caches of sharding decisions: they hold meshes, and so process groups that are gone.
+
+    Meshes of equal shape compare equal, so a later call would be handed the earlier call's mesh.
+    """
+    for cached in gc.get_objects():
+        if isinstance(cached, functools._lru_cache_wrapper):
+            module = getattr(cached, "__module__", None) or ""
+            if module.startswith("torch.distributed"):
+                cached.cache_clear()
+    clear_fast_path = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # torch 2.13 has it
+    if clear_fast_path is not None:
+        clear_fast_path()
+    planners = sys.modules.get("torch.distributed.tensor._redistribute")
+    getattr(planners, "_planner_cache", {}).clear()
 
 
 class _Rank:

@@ -12,10 +12,10 @@ from meshtron.models.llama import STAGES, Llama, LlamaConfig, init_std, tensor_p
 from meshtron.parallel.pipeline import V_SHAPED, Boundary, PipelineRunner, split_stages
 from meshtron.parallel.placement import shard_range
 from meshtron.parallel.tensor import apply_tensor_parallel
-from meshtron.parallel.tied import find_ties, retie
+from meshtron.parallel.tied import find_ties
 from meshtron.parallel.zero import ZeroOptimizer
 
-LR, WEIGHT_DECAY, MAX_NORM, SEED = 1e-2, 0.1, 0.5, 3
+LR, WEIGHT_DECAY, MAX_NORM, SEED = 1e-3, 0.1, 0.5, 3
 
 
 def small_config(**changes) -> LlamaConfig:
@@ -93,9 +93,8 @@ def plain_run(case: Case) -> Curve:
     return curve
 
 
-def sharded_run(case: Case) -> Curve:
-    """The same run through meshtron's parallel helpers, on the ranks of the current process group."""
-    mesh = build_mesh(case.layout, "cpu")
+def sharded_stages(case: Case, mesh) -> tuple[list[Llama], dict[str, str]]:
+    """This rank's stages with their initial weights, and the ties of the whole model."""
     with torch.device("meta"):
         model = Llama(case.config)
     ties = find_ties(model)
@@ -105,14 +104,17 @@ def sharded_run(case: Case) -> Curve:
         stage.sequence_shards = case.layout.tp if case.sequence_parallel else 1
     materialize(stages, "cpu", case.dtype, ties)
     init_weights(stages, seed=SEED, std=lambda name: init_std(case.config, name), ties=ties)
-    retie(stages, ties)
-    local_batch = case.batch // case.layout.dp
-    micro_batches = local_batch // case.micro_batch
-    optimizer = ZeroOptimizer(
+    return stages, ties
+
+
+def sharded_optimizer(case: Case, parts=None) -> ZeroOptimizer:
+    mesh = build_mesh(case.layout, "cpu") if parts is None else parts[0]
+    stages, ties = sharded_stages(case, mesh) if parts is None else parts[1:]
+    return ZeroOptimizer(
         stages,
         mesh,
         group_of=lambda name, shape: {"weight_decay": WEIGHT_DECAY if len(shape) >= 2 else 0.0},
-        num_microbatches=micro_batches,
+        num_microbatches=case.batch // case.layout.dp // case.micro_batch,
         shard=case.zero == 1,
         grad_dtype=torch.promote_types(case.dtype, torch.float32),
         ties=ties,
@@ -120,19 +122,26 @@ def sharded_run(case: Case) -> Curve:
         lr=LR,
         betas=(0.9, 0.95),
     )
+
+
+def sharded_run(case: Case) -> Curve:
+    """The same run through meshtron's parallel helpers, on the ranks of the current process group."""
+    mesh = build_mesh(case.layout, "cpu")
+    stages, ties = sharded_stages(case, mesh)
+    optimizer = sharded_optimizer(case, (mesh, stages, ties))
     loss_fn = CausalLMLoss(case.config.vocab_size, mesh["tp"])
     runner = PipelineRunner(
         stages,
         mesh["pp"],
         case.schedule,
-        num_microbatches=micro_batches,
+        num_microbatches=optimizer.num_microbatches,
         loss_fn=loss_fn,
         boundary=boundary_of(case),
         output=logits_like(case, mesh),
         after_weight_pass=optimizer.collect,
     )
     curve = Curve([], [], {})
-    rank = mesh.get_local_rank("dp")
+    rank, local_batch = mesh.get_local_rank("dp"), case.batch // case.layout.dp
     for step in range(case.steps):
         tokens, labels = global_batch(case, step)
         loss_fn.denominator = (labels != IGNORE).sum()

@@ -1,0 +1,29 @@
+"""Model families: plain torch modules, and beside each its tensor-parallel plan and stages as data."""
+
+import importlib
+from collections.abc import Callable
+
+from meshtron.errors import RecipeError
+from meshtron.models.llama import LlamaSpec
+from meshtron.models.spec import ModelSpec, StageLayout
+
+FAMILIES: dict[str, Callable[[], ModelSpec]] = {"llama": LlamaSpec}
+
+__all__ = ["FAMILIES", "ModelSpec", "StageLayout", "model_spec"]
+
+
+def model_spec(family: str) -> ModelSpec:
+    """The spec that ``[model] family`` names: a key of ``FAMILIES``, or ``package.module:Class`` of a user's own.
+
+    Raises:
+        RecipeError: the family is unknown, or the class cannot be imported.
+    """
+    if family in FAMILIES:
+        return FAMILIES[family]()
+    module, _, name = family.partition(":")
+    if not name:
+        raise RecipeError(f"model.family = {family!r}: expected {', '.join(FAMILIES)} or package.module:Class")
+    try:
+        return getattr(importlib.import_module(module), name)()
+    except (ImportError, AttributeError) as error:
+        raise RecipeError(f"model.family = {family!r} cannot be imported: {error}") from error

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from meshtron.errors import RecipeError
+
 
 class Attend(Protocol):
     """Attention over heads.
@@ -38,3 +40,15 @@ def window_mask(sequence: int, window: int, device: torch.device | str | None = 
     positions = torch.arange(sequence, device=device)
     age = positions[:, None] - positions
     return (age >= 0) & (age < window)
+
+
+def attention_backend(name: str) -> Attend:
+    """The attention function of a recipe's ``model.attention``.
+
+    Raises:
+        RecipeError: there is no such backend.
+    """
+    backends = {"auto": causal_attention, "sdpa": causal_attention}
+    if name not in backends:
+        raise RecipeError(f"model.attention = {name!r} is not available here: use one of {', '.join(backends)}")
+    return backends[name]

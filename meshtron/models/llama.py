@@ -10,7 +10,9 @@ parallel rank's share of them; absent parts (``None``) are those that another pi
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
-from meshtron.models.attention import Attend, causal_attention
+from meshtron.models.attention import Attend, attention_backend, causal_attention
 from meshtron.models.rope import RopeScaling, apply_rope, rope_table
 from meshtron.models.spec import StageLayout
 
@@ -184,6 +186,7 @@ class Llama(nn.Module):
     embed_tokens: nn.Embedding | None
     norm: RMSNorm | None
     lm_head: nn.Linear | None
+    sequence_shards: int = 1  # ranks that share a sequence under sequence parallelism; set where it is applied
 
     def __init__(self, config: LlamaConfig, attend: Attend = causal_attention) -> None:
         super().__init__()
@@ -218,9 +221,6 @@ class Llama(nn.Module):
             x = self.lm_head(x)
         return x
 
-    # Ranks that share a sequence under sequence parallelism; apply_tensor_parallel's caller sets it.
-    sequence_shards: int = 1
-
     def sequence_length(self, x: Tensor) -> int:
         """Length of the whole sequence of which ``x`` is this stage's input."""
         return x.shape[1] if self.embed_tokens is not None else x.shape[1] * self.sequence_shards
@@ -246,3 +246,35 @@ def flops_per_token(config: LlamaConfig, sequence: int) -> int:
     per_layer = config.hidden_size * (2 * heads_size + 2 * kv_size + 3 * config.intermediate_size)
     matrices = config.num_hidden_layers * per_layer + config.vocab_size * config.hidden_size
     return 6 * matrices + 12 * config.num_hidden_layers * heads_size * sequence
+
+
+def config_of(model: Mapping[str, Any]) -> LlamaConfig:
+    """The sizes in a recipe's [model] section; keys that say nothing about the architecture are passed over."""
+    values = {field.name: model[field.name] for field in fields(LlamaConfig) if field.name in model}
+    if isinstance(values.get("rope_scaling"), Mapping):
+        values["rope_scaling"] = RopeScaling(**values["rope_scaling"])
+    return LlamaConfig(**values)
+
+
+class LlamaSpec:
+    """The Llama family as a recipe sees it (``ModelSpec``)."""
+
+    stages = STAGES
+    # Embedding and head: DTensor and the loss know the vocabulary's real size, so shards may be uneven.
+    uneven = ("embed_tokens", "lm_head")
+
+    def build(self, model: Mapping[str, Any]) -> nn.Module:
+        """A Llama of the section's sizes."""
+        return Llama(config_of(model), attention_backend(model.get("attention", "auto")))
+
+    def plan(self, model: Mapping[str, Any], sequence_parallel: bool) -> dict[str, ParallelStyle]:
+        """``tensor_parallel_plan``."""
+        return tensor_parallel_plan(sequence_parallel)
+
+    def init_std(self, model: Mapping[str, Any]) -> Callable[[str], float]:
+        """``init_std`` by parameter name."""
+        return partial(init_std, config_of(model))
+
+    def flops_per_token(self, model: Mapping[str, Any], sequence: int) -> int:
+        """``flops_per_token``."""
+        return flops_per_token(config_of(model), sequence)

@@ -177,8 +177,8 @@ class ZeroOptimizer:
         pieces = []
         for key, (name, parameter) in held.items():
             own = local_part(parameter).detach()
-            rows, row_shape = (len(own), own.shape[1:]) if own.dim() else (1, own.shape)
-            local = own.view(rows, math.prod(row_shape))
+            own = own if own.dim() else own.view(1)  # a scalar is one row, so one dp rank keeps its state
+            local = own.view(len(own), math.prod(own.shape[1:]))
             piece = _Piece(
                 name=ties.get(name, name),
                 parameter=parameter,
@@ -188,7 +188,7 @@ class ZeroOptimizer:
                 is_copy=name in ties,
                 backwards=uses[key],
             )
-            own = own[piece.rows.start : piece.rows.stop] if own.dim() else own
+            own = own[piece.rows.start : piece.rows.stop]
             # With parameters in the gradient's dtype the parameter is its own master: `to` returns the same memory.
             piece.master = own.to(self.grad_dtype)
             pieces.append(piece)
@@ -513,7 +513,7 @@ class ZeroOptimizer:
                 self._state_mesh,
                 (parameter.placements[0] if over_tp else Replicate(), Shard(0)),
             )
-        shape = parameter.shape
+        shape = parameter.shape or torch.Size([1])
         return DTensor.from_local(
             tensor, mesh, placements, run_check=False, shape=shape, stride=contiguous_stride(shape)
         )

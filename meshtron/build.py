@@ -1,0 +1,166 @@
+"""Recipe -> Job: everything a run needs, built in the order the data flows."""
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshtron.initialize import init_weights, materialize
+from meshtron.loss import CausalLMLoss
+from meshtron.mesh import Layout, build_mesh
+from meshtron.models import ModelSpec, model_spec
+from meshtron.optim import GroupRule, LearningRate, check_rules, parameter_options
+from meshtron.parallel.pipeline import Boundary, PipelineRunner, split_stages
+from meshtron.parallel.placement import shard_range
+from meshtron.parallel.tensor import apply_tensor_parallel, check_plan
+from meshtron.parallel.tied import find_ties, retie
+from meshtron.parallel.zero import ZeroOptimizer
+from meshtron.recipe import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """This rank's part of a model, sharded and in its final memory."""
+
+    spec: ModelSpec
+    stages: list[nn.Module]
+    ties: dict[str, str]
+    """Later name -> first name of shared parameters."""
+    shapes: dict[str, torch.Size]
+    """Global shape of every parameter of the whole model, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a training run is made of."""
+
+    recipe: Recipe
+    mesh: DeviceMesh
+    device: torch.device
+    model: Model
+    loss_fn: CausalLMLoss
+    optimizer: ZeroOptimizer
+    learning_rate: LearningRate
+    runner: PipelineRunner
+
+
+def build_job(recipe: Recipe, device: torch.device) -> Job:
+    """Build a run on this rank; the process group exists and the recipe is resolved for its size.
+
+    Raises:
+        MeshtronError: the recipe does not fit the model or the world.
+    """
+    training, optim = recipe.training, recipe.optimizer
+    torch.use_deterministic_algorithms(recipe.run.deterministic)
+
+    mesh = build_mesh(layout_of(recipe), "cuda" if device.type == "cuda" else "cpu")
+    model = build_model(recipe, mesh, device)
+    retie(model.stages, model.ties)
+
+    rules = [GroupRule(**group.model_dump()) for group in optim.groups]
+    check_rules(rules, model.shapes)
+    optimizer = ZeroOptimizer(
+        model.stages,
+        mesh,
+        optimizer=functools.partial(torch.optim.AdamW, fused=device.type in ("cpu", "cuda")),
+        group_of=parameter_options(rules),
+        num_microbatches=recipe.num_microbatches,
+        shard=recipe.parallel.zero == 1,
+        grad_dtype=dtype_of(training.grad_accum_dtype),
+        ties=model.ties,
+        lr=optim.lr,
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+    )
+    loss_fn = CausalLMLoss(recipe.model.vocab_size, mesh["tp"])
+    boundary = boundary_of(recipe, training.micro_batch_size, training.seq_len)
+    runner = PipelineRunner(
+        model.stages,
+        mesh["pp"],
+        recipe.parallel.schedule,
+        num_microbatches=recipe.num_microbatches,
+        loss_fn=loss_fn,
+        boundary=boundary,
+        output=logits_like(recipe, mesh, boundary),
+        after_weight_pass=optimizer.collect,
+    )
+    learning_rate = LearningRate(
+        peak=optim.lr,
+        total_steps=training.steps,
+        kind=recipe.lr_schedule.kind,
+        warmup_steps=recipe.lr_schedule.warmup_steps,
+        decay_steps=recipe.lr_schedule.decay_steps,
+        min_lr_ratio=recipe.lr_schedule.min_lr_ratio,
+    )
+    return Job(
+        recipe=recipe,
+        mesh=mesh,
+        device=device,
+        model=model,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+        runner=runner,
+    )
+
+
+def build_model(recipe: Recipe, mesh: DeviceMesh, device: torch.device) -> Model:
+    """This rank's stages: meta model -> checked plan -> stages -> tensor parallel shards -> memory -> weights."""
+    section, parallel = model_section(recipe), recipe.parallel
+    spec = model_spec(recipe.model.family)
+    plan = spec.plan(section, parallel.sequence_parallel)
+    with torch.device("meta"):
+        whole = spec.build(section)
+    check_plan(whole, plan, parallel.tp, uneven=spec.uneven)
+    ties = find_ties(whole)
+    stages = split_stages(
+        whole, mesh["pp"], spec.stages, schedule=parallel.schedule, stages_per_rank=parallel.stages_per_rank
+    )
+    for stage in stages:
+        apply_tensor_parallel(stage, mesh["tp"], plan)
+        stage.sequence_shards = sequence_shards(recipe)  # type: ignore[assignment]
+    materialize(stages, device, dtype_of(recipe.training.param_dtype), ties)
+    init_weights(stages, seed=recipe.run.seed, std=spec.init_std(section), ties=ties)
+    shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
+    return Model(spec=spec, stages=stages, ties=ties, shapes=shapes)
+
+
+def layout_of(recipe: Recipe) -> Layout:
+    """The layout of a resolved recipe."""
+    return Layout(pp=recipe.parallel.pp, dp=recipe.parallel.dp, tp=recipe.parallel.tp)
+
+
+def model_section(recipe: Recipe) -> Mapping[str, Any]:
+    """The recipe's [model] section as plain values, for a ModelSpec."""
+    return json.loads(recipe.model.model_dump_json())
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """``"bfloat16"`` -> ``torch.bfloat16``."""
+    return getattr(torch, name)
+
+
+def sequence_shards(recipe: Recipe) -> int:
+    """Ranks that share a sequence between sharded regions."""
+    return recipe.parallel.tp if recipe.parallel.sequence_parallel else 1
+
+
+def boundary_of(recipe: Recipe, batch: int, sequence: int) -> Boundary:
+    """What crosses between pipeline stages for a micro-batch of ``batch`` sequences."""
+    hidden = (batch, sequence // sequence_shards(recipe), recipe.model.hidden_size)
+    return Boundary(
+        inputs=torch.empty(batch, sequence, dtype=torch.int64, device="meta"),
+        hidden=torch.empty(hidden, dtype=dtype_of(recipe.training.param_dtype), device="meta"),
+    )
+
+
+def logits_like(recipe: Recipe, mesh: DeviceMesh, boundary: Boundary) -> torch.Tensor:
+    """Shape and dtype of this rank's shard of a micro-batch's logits."""
+    columns = shard_range(recipe.model.vocab_size, mesh.size(2), mesh.get_local_rank("tp"))
+    return torch.empty(*boundary.inputs.shape, len(columns), dtype=boundary.hidden.dtype, device="meta")

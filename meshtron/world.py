@@ -1,0 +1,68 @@
+"""This process among the others: torchrun's environment, the process group, the device."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+from torch import distributed as dist
+
+from meshtron.errors import LayoutError
+
+_TIMEOUT = timedelta(minutes=10)
+
+
+def world_size() -> int:
+    """Ranks that torchrun started; 1 without torchrun. Known before there is a process group."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    """This process's rank; 0 without torchrun. Known before there is a process group."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of this rank: ``auto`` takes a GPU where there is one.
+
+    Raises:
+        LayoutError: the device asked for is not there, or this node has fewer GPUs than ranks.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        local_rank, present = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if not present:
+            raise LayoutError('run.device = "cuda", but torch finds no GPU: use "cpu" or "auto"')
+        if local_rank >= present:
+            raise LayoutError(
+                f"this node has {present} GPU{'s' * (present != 1)} and at least {local_rank + 1} ranks: start one "
+                f'rank a GPU, or use run.device = "cpu"'
+            )
+        return torch.device("cuda", local_rank)
+    if name == "mps" and (not torch.backends.mps.is_available() or world_size() > 1):
+        raise LayoutError('run.device = "mps" needs an Apple GPU and a single rank: use "cpu"')
+    return torch.device(name)
+
+
+@contextmanager
+def process_group(device: torch.device) -> Iterator[None]:
+    """The default process group while the body runs: gloo for CPU tensors, NCCL besides for those on GPUs."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if dist.is_initialized():  # the caller's own, as in tests
+        yield
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    device_id = device if device.type == "cuda" else None
+    if world_size() == 1:
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT, device_id=device_id
+        )
+    else:
+        dist.init_process_group(backend, timeout=_TIMEOUT, device_id=device_id)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,97 @@
+"""Cutting a model into stages: balance, names, refusals; forward only from stage to stage."""
+
+import pytest
+import torch
+
+from meshtron.errors import LayoutError
+from meshtron.mesh import Layout, build_mesh
+from meshtron.models.llama import STAGES, Llama
+from meshtron.models.spec import StageLayout
+from meshtron.parallel.pipeline import check_schedule, forward_stages, split_layers, split_stages, stage_indices
+from meshtron.testing import run_ranks
+from tests.layouts import small_config
+
+
+def test_layers_go_where_the_dearest_stage_is_cheapest():
+    assert split_layers([1.0] * 4, 2) == [range(0, 2), range(2, 4)]
+    assert split_layers([1.0] * 5, 2) in ([range(0, 3), range(3, 5)], [range(0, 2), range(2, 5)])
+    assert split_layers([1.0] * 8, 2, last=4.0) == [range(0, 6), range(6, 8)]
+    assert split_layers([1.0] * 7, 4, first=1.0, last=1.0) == [
+        range(0, 1),
+        range(1, 3),
+        range(3, 5),
+        range(5, 7),
+    ] or (max(len(r) for r in split_layers([1.0] * 7, 4, first=1.0, last=1.0)) <= 3)
+    assert [len(r) for r in split_layers([1.0] * 4, 4, last=100.0)] == [1, 1, 1, 1]
+    with pytest.raises(LayoutError, match="3 layers cannot fill 4 pipeline stages"):
+        split_layers([1.0] * 3, 4)
+
+
+def test_stages_are_dealt_round_or_there_and_back():
+    assert [stage_indices("Interleaved1F1B", 2, rank, 2) for rank in range(2)] == [[0, 2], [1, 3]]
+    assert [stage_indices("ZBVZeroBubble", 2, rank, 2) for rank in range(2)] == [[0, 3], [1, 2]]
+
+
+def names_of_stages(schedule: str, stages_per_rank: int) -> list[list[str]]:
+    mesh = build_mesh(Layout(pp=torch.distributed.get_world_size()), "cpu")
+    with torch.device("meta"):
+        model = Llama(small_config(num_hidden_layers=6))
+    stages = split_stages(model, mesh["pp"], STAGES, schedule=schedule, stages_per_rank=stages_per_rank)
+    return [[name for name, _ in stage.named_parameters()] for stage in stages]
+
+
+def test_every_parameter_is_on_one_stage_under_its_own_name():
+    with torch.device("meta"):
+        everything = [name for name, _ in Llama(small_config(num_hidden_layers=6)).named_parameters()]
+    for schedule, stages_per_rank in (("1F1B", 1), ("Interleaved1F1B", 2), ("DualPipeV", 2)):
+        ranks = run_ranks(names_of_stages, 2, schedule, stages_per_rank)
+        assert sorted(name for stages in ranks for stage in stages for name in stage) == sorted(everything)
+
+
+def forward_only(schedule: str, stages_per_rank: int) -> torch.Tensor | None:
+    mesh = build_mesh(Layout(pp=torch.distributed.get_world_size()), "cpu")
+    torch.manual_seed(0)
+    model = Llama(small_config()).double()
+    tokens = torch.arange(32).view(2, 16)
+    expected = model(tokens)
+    stages = split_stages(model, mesh["pp"], STAGES, schedule=schedule, stages_per_rank=stages_per_rank)
+    hidden = torch.empty(2, 16, 32, dtype=torch.float64, device="meta")
+    with torch.no_grad():
+        output = forward_stages(stages, mesh["pp"], schedule, tokens, hidden)
+    if output is not None:
+        torch.testing.assert_close(output, expected.detach(), rtol=0, atol=1e-12)
+    return output is not None
+
+
+def test_forward_only_equals_the_whole_model():
+    assert run_ranks(forward_only, 4, "1F1B", 1) == [False, False, False, True]
+    assert run_ranks(forward_only, 2, "Interleaved1F1B", 2) == [False, True]
+    assert run_ranks(forward_only, 2, "ZBVZeroBubble", 2) == [True, False]
+
+
+def forgotten_part() -> None:
+    mesh = build_mesh(Layout(pp=2), "cpu")
+    with torch.device("meta"):
+        model = Llama(small_config())
+    split_stages(model, mesh["pp"], StageLayout(layers="layers", first=("embed_tokens",), last=("lm_head",)))
+
+
+def test_a_part_that_the_layout_forgets_is_named():
+    with pytest.raises(AssertionError, match=r"LayoutError: parameter 'norm.weight' belongs to no pipeline stage"):
+        run_ranks(forgotten_part, 2)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "stages", "microbatches", "message"),
+    [
+        ("1F1B", 4, 1, 3, "needs at least 4 micro-batches a step, found 3"),
+        ("DualPipeV", 2, 2, 3, "needs at least 4 micro-batches"),
+        ("1F1B", 2, 2, 8, "runs one stage a rank"),
+        ("Interleaved1F1B", 2, 1, 8, "at least 2 stages a rank"),
+        ("ZBVZeroBubble", 2, 3, 8, "runs 2 stages a rank"),
+        ("GPipe", 2, 1, 8, "expected one of AFAB, 1F1B"),
+    ],
+)
+def test_what_a_schedule_cannot_run_is_refused(schedule, pp, stages, microbatches, message):
+    with pytest.raises(LayoutError, match=message):
+        check_schedule(schedule, pp, stages, microbatches)
