@@ -10,7 +10,7 @@ from torch import Tensor
 
 import meshtron
 from meshtron.build import Job, layout_of
-from meshtron.checkpoint import Checkpointer, find_step, load, read_rank_state
+from meshtron.checkpoint import Checkpointer, find_step, load, read_rank_state, step_folder
 from meshtron.errors import CheckpointError
 from meshtron.recipe import dump_recipe
 
@@ -83,13 +83,12 @@ def _folder_to_resume(resume: str | int, checkpointer: Checkpointer) -> Path | N
         return None
     if resume == "auto":
         return checkpointer.newest_sound()
-    if isinstance(resume, int):
-        return find_step(checkpointer.folder, resume)
-    if not Path(resume).is_dir():
-        raise CheckpointError(
-            f'checkpoint.resume = {resume!r} is no folder: expected "none", "auto", a step number or a step folder'
-        )
-    return Path(resume)
+    if isinstance(resume, str):
+        return find_step(resume)
+    if resume not in checkpointer.steps():
+        there = ", ".join(map(str, checkpointer.steps())) or "none"
+        raise CheckpointError(f"checkpoint.resume = {resume}: {checkpointer.folder} has whole steps {there}")
+    return step_folder(checkpointer.folder, resume)
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:

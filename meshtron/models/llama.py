@@ -261,7 +261,7 @@ class LlamaSpec:
 
     stages = STAGES
     # Embedding and head: DTensor and the loss know the vocabulary's real size, so shards may be uneven.
-    uneven = ("embed_tokens", "lm_head")
+    uneven: tuple[str, ...] = ("embed_tokens", "lm_head")
 
     def build(self, model: Mapping[str, Any]) -> nn.Module:
         """A Llama of the section's sizes."""
