@@ -1,0 +1,142 @@
+"""The command line: the ``meshtron`` program, and what train.py calls.
+
+Commands import what they need when they run, so that ``meshtron schema`` or a typing mistake does not wait for torch.
+"""
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from meshtron.errors import MeshtronError
+from meshtron.launch import reported_errors
+from meshtron.recipe import Recipe, load_recipe, recipe_schema
+
+# click's error for a wrong command line; newer typers carry a copy of click, so it is found through typer.
+_UsageError: Any = typer.BadParameter.__bases__[0]
+
+app = typer.Typer(
+    name="meshtron",
+    help="3D-parallel pretraining of transformers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A TOML recipe.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Changes, as in parallel.tp=2.", show_default=False),
+]
+
+
+def main() -> None:
+    """The ``meshtron`` program; exits with status 0 only when all that was asked for was done."""
+    with reported_errors():
+        try:
+            status = app(standalone_mode=False)
+        except _UsageError as error:
+            message = error.format_message()
+            if not message:  # no command was given, and the help has been printed
+                sys.exit(2)
+            raise MeshtronError(f"{message} (see meshtron --help)") from None
+        except typer.Abort:
+            status = 130
+        sys.exit(status)
+
+
+def train_main(arguments: Sequence[str] | None = None) -> None:
+    """Body of train.py: ``RECIPE.toml [section.key=value ...]``."""
+    path, *overrides = (sys.argv[1:] if arguments is None else list(arguments)) or ["--help"]
+    if path in ("-h", "--help"):
+        print("usage: train.py RECIPE.toml [section.key=value ...]\n\n`meshtron schema` lists the keys.")
+        return
+    with reported_errors():
+        set_up_logging()
+        recipe = load_recipe(path, overrides)
+        recipe.resolve(int(os.environ.get("WORLD_SIZE", "1")))  # a mistake is reported before torch is imported
+        from meshtron.loop import train
+
+        train(recipe)
+
+
+def set_up_logging() -> None:
+    """Progress on stderr from rank 0, warnings from all ranks."""
+    rank = os.environ.get("RANK", "0")
+    logging.basicConfig(
+        level=logging.INFO if rank == "0" else logging.WARNING,
+        format="%(message)s" if rank == "0" else f"rank {rank}: %(message)s",
+    )
+
+
+@app.command()
+def check(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    world: Annotated[
+        int | None, typer.Option(min=1, help="Ranks to check for. Default: the fewest that fit.", show_default=False)
+    ] = None,
+) -> None:
+    """Check a recipe without starting anything; print its layout, batch arithmetic and size."""
+    loaded = load_recipe(recipe, overrides or [])
+    parallel = loaded.parallel
+    resolved = loaded.resolve(world or parallel.pp * parallel.tp * max(parallel.dp, 1))
+    _print_summary(str(recipe), resolved)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of a recipe, for editors."""
+    print(json.dumps(recipe_schema(), indent=2))
+
+
+def _print_summary(name: str, recipe: Recipe) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from meshtron.estimate import estimate
+
+    figures = estimate(recipe)
+    parallel, training = recipe.parallel, recipe.training
+    ranks = parallel.pp * parallel.dp * parallel.tp
+    tokens = training.global_batch_size * training.seq_len
+    pipeline = f", {parallel.schedule}, {parallel.stages_per_rank} stage(s) a rank" if parallel.pp > 1 else ""
+    sequence = ", sequence parallel" if parallel.sequence_parallel and parallel.tp > 1 else ""
+    memory = {
+        f"{training.param_dtype} parameters ({figures.rank_parameters:,})": figures.parameter_bytes,
+        f"{training.grad_accum_dtype} gradients": figures.gradient_bytes,
+        f"optimizer state (zero = {parallel.zero})": figures.state_bytes,
+    }
+    rows = {
+        "layout": [f"pp {parallel.pp} x dp {parallel.dp} x tp {parallel.tp}{pipeline}{sequence}"],
+        "batch": [
+            f"{training.global_batch_size} sequences of {training.seq_len:,} tokens = {tokens:,} tokens a step",
+            f"{recipe.num_microbatches} micro-batches of {training.micro_batch_size} on each dp rank",
+        ],
+        "run": [f"{training.steps:,} steps = {training.steps * tokens:,} tokens, into {recipe.run.dir}"],
+        "parameters": [
+            f"{figures.num_parameters:>15,}  in all",
+            *(f"{count:>15,}  {part}" for part, count in figures.parameters.items() if count),
+        ],
+        "memory": [
+            f"{_size(sum(memory.values())):>15}  on the fullest rank; activations come on top",
+            *(f"{_size(size):>15}  {part}" for part, size in memory.items()),
+        ],
+        "compute": [f"{figures.flops_per_token / 1e9:>15,.3f}  GFLOP a token, forward and backward"],
+    }
+    table = Table.grid(padding=(0, 2))
+    for row, lines in rows.items():
+        table.add_row(f"[bold]{row}[/bold]", escape("\n".join(lines)))
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{escape(name)} on {ranks} rank{'s' * (ranks != 1)}")
+    console.print(table, crop=False)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:,.2f} MiB"
