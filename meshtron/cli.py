@@ -37,6 +37,7 @@ Overrides = Annotated[
 
 def main() -> None:
     """The ``meshtron`` program; exits with status 0 only when all that was asked for was done."""
+    sys.path.insert(0, os.getcwd())  # where a recipe's own model family is looked for, as with python -m
     with reported_errors():
         try:
             status = app(standalone_mode=False)
