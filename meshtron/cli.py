@@ -99,7 +99,6 @@ def schema() -> None:
 def _print_summary(name: str, recipe: Recipe) -> None:
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
     from meshtron.estimate import estimate
 
@@ -131,12 +130,11 @@ def _print_summary(name: str, recipe: Recipe) -> None:
         ],
         "compute": [f"{figures.flops_per_token / 1e9:>15,.3f}  GFLOP a token, forward and backward"],
     }
-    table = Table.grid(padding=(0, 2))
-    for row, lines in rows.items():
-        table.add_row(f"[bold]{row}[/bold]", escape("\n".join(lines)))
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{escape(name)} on {ranks} rank{'s' * (ranks != 1)}")
-    console.print(table, crop=False)
+    for row, lines in rows.items():
+        for index, line in enumerate(lines):
+            console.print(f"[bold]{'' if index else row:<12}[/bold]{escape(line)}")
 
 
 def _size(num_bytes: int) -> str:
