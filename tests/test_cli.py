@@ -15,7 +15,7 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 
 # recipe -> (ranks, overrides, parameters in all)
 SHIPPED = {
-    "tiny_llama": [(1, (), 2_623_616), (4, ("parallel.pp=2", "parallel.tp=2"), 2_623_616), (8, (), 2_623_616)],
+    "tiny_llama": [(1, (), 2_754_688), (4, ("parallel.pp=2", "parallel.tp=2"), 2_754_688), (8, (), 2_754_688)],
     "llama_1b": [(1, (), 1_498_482_688), (8, (), 1_498_482_688)],
     "llama_8b": [(8, (), 8_030_261_248)],  # Llama 3 8B, as published
     "llama_70b": [(64, (), 70_553_706_496), (512, (), 70_553_706_496)],
@@ -90,7 +90,7 @@ def test_check_prints_layout_batch_and_size(run):
         "pp 2 x dp 2 x tp 2, 1F1B",
         "32 sequences of 128 tokens = 4,096 tokens a step",
         "4 micro-batches of 4 on each dp rank",
-        "2,623,616  in all",
+        "2,754,688  in all",
         "runs/[bold]x",
     ):
         assert text in out
@@ -118,7 +118,8 @@ def test_check_takes_the_fewest_ranks_that_fit(run):
             ["check", RECIPES / "tiny_llama.toml", "parallel.tp=3", "--world", "7"],
             [
                 "error: parallel: pp(1) * tp(3) = 3, but the world has 7 ranks",
-                "error: parallel.tp: 4 does not divide",
+                *["error: parallel.tp: 3 does not divide model.num_"] * 2,
+                "error: training.seq_len: 128 is not a multiple of tp(3)",
             ],
         ),
         (["check", RECIPES / "llama_8b.toml", "model.intermediate_size=85"], ["error: layers.0.mlp.gate_proj: "]),
