@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from meshtron.data import cli as data_cli
 from meshtron.errors import MeshtronError
 from meshtron.launch import reported_errors
 from meshtron.recipe import Recipe, load_recipe, recipe_schema
@@ -73,6 +74,9 @@ def set_up_logging() -> None:
         level=logging.INFO if rank == "0" else logging.WARNING,
         format="%(message)s" if rank == "0" else f"rank {rank}: %(message)s",
     )
+
+
+app.command()(data_cli.prepare)
 
 
 @app.command()

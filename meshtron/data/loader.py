@@ -1,0 +1,350 @@
+"""The batch that starts at sample n, for one dp rank, prepared ahead of its use.
+
+``TrainStream`` covers a whole run, with all its data stages; ``ValidationSet`` covers a finite set exactly
+once. Both answer ``batch(samples)``. Ranks that share a dp rank (tp and pp peers) get the same batch.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshtron.data.sampler import Order, StageSources
+from meshtron.data.samples import IGNORE, Dataset, Sample, StreamDataset
+from meshtron.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One dp rank's part of a global batch."""
+
+    tokens: Tensor
+    """Ids, int64 (local batch, seq_len)."""
+    labels: Tensor
+    """The id that each token has to predict, int64 (local batch, seq_len); -100 where there is no loss."""
+    document_ids: Tensor | None = None
+    """Number of each token's document in its row, int64 (local batch, seq_len), or None where attention sees
+    all."""
+    positions: Tensor | None = None
+    """Place of each token in its document, int64 (local batch, seq_len), or None for 0 .. seq_len - 1."""
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """The batch on a device; the copy overlaps with what the host does next when the memory is pinned."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> "Batch":
+        """The batch in page-locked memory."""
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        changed = {key: None if tensor is None else change(tensor) for key, tensor in vars(self).items()}
+        return Batch(**changed)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Samples and how often they are drawn."""
+
+    key: str
+    """Names the source: in messages, and to go on where it was when a later stage has it too."""
+    dataset: Dataset | StreamDataset
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """The sources from a given sample on."""
+
+    start: int = 0
+    """Sample at which the stage begins, a multiple of the global batch size."""
+    seq_len: int
+    """Tokens a sample."""
+    sources: tuple[Source, ...]
+
+
+def _local_rows(global_batch_size: int, dp_rank: int, dp_size: int) -> tuple[int, int]:
+    if global_batch_size % dp_size:
+        raise DataError(f"global_batch_size = {global_batch_size} is not a multiple of dp = {dp_size}")
+    local = global_batch_size // dp_size
+    return dp_rank * local, local
+
+
+class TrainStream:
+    """Batches of a run, by the sample they start at.
+
+    A background thread prepares the batches that follow the one asked for last. Asking for any other restarts
+    it there, so resuming needs nothing but the number of samples.
+
+    Args:
+        stages: what is read from which sample on.
+        global_batch_size: samples a step, over all dp ranks.
+        seed: of the order.
+        dp_rank: which part of each global batch this rank gets.
+        dp_size: in how many equal parts a global batch is divided.
+        prefetch: batches kept ready.
+        pin_memory: whether batches lie in page-locked memory, for copies to a GPU that overlap with
+        computation.
+
+    Raises:
+        DataError: sizes that do not divide, a weight that is not positive, a source too small for a global
+        batch.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        *,
+        global_batch_size: int,
+        seed: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        prefetch: int = 4,
+        pin_memory: bool = False,
+    ) -> None:
+        check_stages(stages, global_batch_size)
+        self.stages = tuple(stages)
+        self.global_batch_size = global_batch_size
+        self._offset, self._local = _local_rows(global_batch_size, dp_rank, dp_size)
+        self.order = Order(
+            [_stage_sources(stage) for stage in stages], global_batch_size=global_batch_size, seed=seed
+        )
+        self._prefetcher = _Prefetcher(self._build, global_batch_size, prefetch, pin_memory)
+
+    def stage(self, samples: int) -> Stage:
+        """The stage that the batch starting at ``samples`` belongs to."""
+        return self.stages[self.order.stage(samples)]
+
+    def batch(self, samples: int) -> Batch:
+        """This rank's part of the global batch [samples, samples + global_batch_size)."""
+        return self._prefetcher.get(samples)
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that the last call of ``batch`` waited."""
+        return self._prefetcher.wait_s
+
+    def close(self) -> None:
+        """End the background thread."""
+        self._prefetcher.close()
+
+    def __enter__(self) -> "TrainStream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _build(self, samples: int) -> Batch:
+        number, sources, windows = self.order.locate(samples + self._offset, self._local)
+        stage = self.stages[number]
+        rows = [
+            _fetch(stage.sources[source], int(window), stage.seq_len)
+            for source, window in zip(sources, windows, strict=True)
+        ]
+        return _collate(rows)
+
+
+class ValidationSet:
+    """The first samples of a finite set, each exactly once, in the set's order.
+
+    The last global batch is filled up with rows that carry no loss, so every dp rank takes part in every
+    batch.
+
+    Args:
+        sources: finite datasets, read one after the other; their weights are not used.
+        seq_len: tokens a sample.
+        global_batch_size, dp_rank, dp_size, pin_memory: as for TrainStream.
+        max_samples: stop after so many; 0 for all.
+
+    Raises:
+        DataError: a source without an end, or sizes that do not divide.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        *,
+        seq_len: int,
+        global_batch_size: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        max_samples: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        for source in sources:
+            if not isinstance(source.dataset, Dataset):
+                raise DataError(f"{source.key}: validation needs a set with an end, this is a stream")
+        self.sources = tuple(sources)
+        self.seq_len = seq_len
+        self.global_batch_size = global_batch_size
+        self._offset, self._local = _local_rows(global_batch_size, dp_rank, dp_size)
+        self._ends = np.cumsum([len(source.dataset) for source in sources])  # type: ignore[arg-type]
+        self.num_samples = int(self._ends[-1])
+        if max_samples:
+            self.num_samples = min(self.num_samples, max_samples)
+        self._pin_memory = pin_memory
+
+    def starts(self) -> range:
+        """The values of ``samples`` that cover the set."""
+        return range(0, self.num_samples, self.global_batch_size)
+
+    def batch(self, samples: int) -> Batch:
+        """This rank's part of the global batch [samples, samples + global_batch_size)."""
+        rows = [self._row(samples + self._offset + row) for row in range(self._local)]
+        batch = _collate(rows)
+        return batch.pinned() if self._pin_memory else batch
+
+    def _row(self, number: int) -> Sample:
+        if number < self.num_samples:
+            index = int(np.searchsorted(self._ends, number, side="right"))
+            before = int(self._ends[index - 1]) if index else 0
+            return _fetch(self.sources[index], number - before, self.seq_len)
+        template = _fetch(self.sources[0], 0, self.seq_len)
+        ids = None if template.document_ids is None else np.zeros(self.seq_len, dtype=np.int64)
+        return Sample(np.zeros(self.seq_len, dtype=np.int64), np.full(self.seq_len, IGNORE), ids)
+
+
+def check_stages(stages: Sequence[Stage], global_batch_size: int) -> None:
+    """Raise DataError for stages that cannot follow one another."""
+    if not stages or stages[0].start:
+        raise DataError("the first data stage has to start at sample 0")
+    for before, after in pairwise(stages):
+        if after.start <= before.start:
+            raise DataError(f"a data stage starts at sample {after.start}, not after the one before it")
+    for stage in stages:
+        if stage.start % global_batch_size:
+            raise DataError(f"a data stage starts at sample {stage.start}, not at the start of a global batch")
+        if not stage.sources:
+            raise DataError(f"the data stage at sample {stage.start} has no source")
+        keys = [source.key for source in stage.sources]
+        for source in stage.sources:
+            if keys.count(source.key) > 1:
+                raise DataError(f"{source.key}: given twice; give it once, with the sum of the weights")
+            if not 0 < source.weight < float("inf"):
+                raise DataError(
+                    f"{source.key}: weight {source.weight}, expected a number above 0; leave the source out instead"
+                )
+
+
+def _stage_sources(stage: Stage) -> StageSources:
+    sizes = tuple(len(source.dataset) if isinstance(source.dataset, Dataset) else None for source in stage.sources)
+    for source, size in zip(stage.sources, sizes, strict=True):
+        if size == 0:
+            raise DataError(f"{source.key}: empty")
+    return StageSources(
+        start=stage.start,
+        # With another sequence length the windows are others, so the source starts afresh.
+        keys=tuple(f"{source.key} (seq_len {stage.seq_len})" for source in stage.sources),
+        sizes=sizes,
+        weights=tuple(source.weight for source in stage.sources),
+    )
+
+
+def _fetch(source: Source, index: int, seq_len: int) -> Sample:
+    """Sample ``index`` of a source, with its shape checked."""
+    dataset = source.dataset
+    if isinstance(dataset, Dataset):
+        found = dataset[index]
+    else:
+        if dataset.position != index:
+            dataset.seek(index)
+        found = next(dataset)
+    if not isinstance(found, Sample):
+        ids = np.asarray(found, dtype=np.int64)
+        found = Sample(ids[:-1], ids[1:])
+    if found.tokens.shape != (seq_len,) or found.labels.shape != (seq_len,):
+        raise DataError(
+            f"{source.key}: sample {index} has {len(found.tokens)} tokens and {len(found.labels)} labels, "
+            "expected "
+            f"{seq_len} each (or one array of {seq_len + 1} ids)"
+        )
+    return found
+
+
+def _collate(rows: Sequence[Sample]) -> Batch:
+    tokens = np.stack([row.tokens for row in rows]).astype(np.int64, copy=False)
+    labels = np.stack([row.labels for row in rows]).astype(np.int64, copy=False)
+    if all(row.document_ids is None for row in rows):
+        return Batch(tokens=torch.from_numpy(tokens), labels=torch.from_numpy(labels))
+    # Where one source of a mixture has documents, a row of another is one document.
+    document_ids = np.zeros_like(tokens)
+    for number, row in enumerate(rows):
+        if row.document_ids is not None:
+            document_ids[number] = row.document_ids
+    places = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+    begins = np.diff(document_ids, axis=1, prepend=document_ids[:, :1]) != 0
+    positions = places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+    return Batch(
+        tokens=torch.from_numpy(tokens),
+        labels=torch.from_numpy(labels),
+        document_ids=torch.from_numpy(document_ids),
+        positions=torch.from_numpy(positions),
+    )
+
+
+class _Prefetcher:
+    """One thread that builds batches ahead; a batch that is asked for out of turn restarts it there."""
+
+    def __init__(self, build: Callable[[int], Batch], step: int, depth: int, pin_memory: bool) -> None:
+        self._build = build
+        self._step = step
+        self._depth = max(1, depth)
+        self._pin_memory = pin_memory
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._ready: queue.Queue[tuple[int, Batch | BaseException]] = queue.Queue()
+        self._next = -1
+        self.wait_s = 0.0
+
+    def get(self, samples: int) -> Batch:
+        started = time.perf_counter()
+        if samples != self._next or self._thread is None:
+            self._restart(samples)
+        _, found = self._ready.get()
+        self.wait_s = time.perf_counter() - started
+        if isinstance(found, BaseException):
+            self.close()
+            raise found
+        self._next = samples + self._step
+        return found
+
+    def _restart(self, samples: int) -> None:
+        self.close()
+        self._stop = threading.Event()
+        self._ready = queue.Queue(self._depth)
+        self._thread = threading.Thread(
+            target=self._run, args=(samples, self._ready, self._stop), daemon=True, name="meshtron-data"
+        )
+        self._thread.start()
+
+    def _run(self, samples: int, ready: queue.Queue, stop: threading.Event) -> None:
+        while not stop.is_set():
+            try:
+                batch = self._build(samples)
+                found: Batch | BaseException = batch.pinned() if self._pin_memory else batch
+            except BaseException as error:  # handed to the caller of get, who raises it
+                found = error
+            while not stop.is_set():
+                try:
+                    ready.put((samples, found), timeout=1.0)
+                    break
+                except queue.Full:
+                    continue
+            if isinstance(found, BaseException):
+                return
+            samples += self._step
+
+    def close(self) -> None:
+        self._stop.set()
+        while self._thread is not None and self._thread.is_alive():
+            with suppress(queue.Empty):  # makes room for a thread that waits to put
+                self._ready.get_nowait()
+            self._thread.join(0.01)
+        self._thread = None
+        self._next = -1
