@@ -1,0 +1,159 @@
+"""The training loop: batches in, steps, and what is written down about them."""
+
+import logging
+import time
+from contextlib import closing, nullcontext
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from meshtron import world
+from meshtron.build import Job, build_job, model_section
+from meshtron.checkpoint import Checkpointer
+from meshtron.data import Batch, TrainStream, ValidationSet
+from meshtron.feed import open_training, open_validation
+from meshtron.loss import IGNORE
+from meshtron.metrics import MetricsWriter, StepMetrics, memory_gib, peak_flops
+from meshtron.optim import set_learning_rate
+from meshtron.recipe import Recipe, dump_recipe
+from meshtron.resume import Progress, resume, save, seed_rng
+
+log = logging.getLogger(__name__)
+
+
+def train(recipe: Recipe) -> Progress:
+    """Run a recipe to its last step, from its newest checkpoint if it says so; every rank makes the call.
+
+    Raises:
+        MeshtronError: the recipe does not fit the world, the data, or the checkpoint.
+    """
+    recipe = recipe.resolve(world.world_size())
+    device = world.pick_device(recipe.run.device)
+    with world.process_group(device):
+        job = build_job(recipe, device)
+        seed_rng(job, 0)
+        folder = Path(recipe.run.dir)
+        if world.rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+        with (
+            closing(open_training(recipe, job.mesh, device)) as stream,
+            Checkpointer(
+                folder / "checkpoints",
+                keep_last=recipe.checkpoint.keep_last,
+                keep_every=recipe.checkpoint.keep_every,
+                async_save=recipe.checkpoint.async_save,
+            ) as checkpointer,
+        ):
+            progress = resume(job, checkpointer)
+            if world.rank() == 0:
+                (folder / "recipe.toml").write_text(dump_recipe(recipe), encoding="utf-8")
+            run_steps(job, stream, checkpointer, progress)
+    return progress
+
+
+def run_steps(job: Job, stream: TrainStream, checkpointer: Checkpointer, progress: Progress) -> None:
+    """Take every step that is left, logging, validating and saving as the recipe says."""
+    recipe = job.recipe
+    interval, last = recipe.checkpoint.interval, recipe.training.steps
+    held_out = open_validation(recipe, job.mesh, job.device) if recipe.validation.interval else None
+    with open_metrics(job, progress) as metrics:
+        while progress.step < last:
+            record = train_step(job, stream, progress)
+            extra = {}
+            if held_out is not None and progress.step % recipe.validation.interval == 0:
+                extra["val_loss"] = validate(job, held_out)
+            if metrics is not None and (progress.step % recipe.metrics.log_interval == 0 or progress.step == last):
+                metrics.log(record, **extra)
+            if progress.step == last or (interval and progress.step % interval == 0):
+                save(job, checkpointer, progress)
+
+
+def train_step(job: Job, stream: TrainStream, progress: Progress) -> StepMetrics:
+    """One optimizer step; returns what the log says about it."""
+    training = job.recipe.training
+    started = time.perf_counter()
+    batch = stream.batch(progress.samples)
+
+    rate = job.learning_rate.at(progress.step)
+    set_learning_rate(job.optimizer.param_groups, rate)
+    loss = forward_backward(job, batch)
+    norm = job.optimizer.clip_grad_norm(job.recipe.optimizer.grad_clip or None)
+    job.optimizer.step()
+
+    progress.step += 1
+    progress.samples += training.global_batch_size
+    progress.tokens += training.global_batch_size * training.seq_len
+    return StepMetrics.measured(
+        step_tokens=training.global_batch_size * training.seq_len,
+        num_devices=world.world_size(),
+        flops_per_token=job.model.spec.flops_per_token(model_section(job.recipe), training.seq_len),
+        peak=peak_flops(torch.cuda.get_device_name(job.device)) if job.device.type == "cuda" else None,
+        step=progress.step,
+        tokens=progress.tokens,
+        samples=progress.samples,
+        loss=loss.item(),
+        grad_norm=norm.item(),
+        lr=rate,
+        memory_gib=memory_gib(job.device),
+        data_wait_s=stream.wait_s,
+        step_s=time.perf_counter() - started,
+    )
+
+
+def forward_backward(job: Job, batch: Batch) -> Tensor:
+    """Forward and backward of a global batch; returns its mean token loss, the same on every rank."""
+    batch = batch.to(job.device)
+    job.loss_fn.denominator = valid_tokens(job, batch.labels).clamp(min=1)
+    return total_over_ranks(job, job.runner.step(batch.tokens, batch.labels))
+
+
+@torch.no_grad()
+def validate(job: Job, held_out: ValidationSet) -> float:
+    """Mean token loss over a held-out set, each sample once, whatever the layout."""
+    loss_sum = torch.zeros((), dtype=torch.float64, device=job.device)
+    count = torch.zeros((), dtype=torch.int64, device=job.device)
+    job.loss_fn.denominator = torch.ones((), device=job.device)
+    micro_batch = job.recipe.training.micro_batch_size
+    for start in held_out.starts():
+        batch = held_out.batch(start).to(job.device)
+        count += valid_tokens(job, batch.labels)
+        for tokens, labels in zip(batch.tokens.split(micro_batch), batch.labels.split(micro_batch), strict=True):
+            logits = job.runner.forward(tokens)
+            if logits is not None:
+                loss_sum += job.loss_fn(logits, labels)
+    return (total_over_ranks(job, loss_sum) / count.clamp(min=1)).item()
+
+
+def valid_tokens(job: Job, labels: Tensor) -> Tensor:
+    """Tokens of the global batch that have a loss: this rank's count summed over dp."""
+    valid = (labels != IGNORE).sum()
+    if job.mesh["dp"].size() > 1:
+        dist.all_reduce(valid, group=job.mesh.get_group("dp"))
+    return valid
+
+
+def total_over_ranks(job: Job, loss: Tensor) -> Tensor:
+    """Sum of the dp ranks' shares of a loss; only last stages have one, and tp ranks all have the same."""
+    total = loss.double() / job.mesh["tp"].size()
+    if dist.get_world_size() > 1:
+        dist.all_reduce(total)
+    return total
+
+
+def open_metrics(job: Job, progress: Progress) -> "MetricsWriter | nullcontext[None]":
+    """The run's log on rank 0, nothing on the others."""
+    if dist.get_rank() != 0:
+        return nullcontext()
+    recipe = job.recipe
+    return MetricsWriter(
+        Path(recipe.run.dir),
+        steps=recipe.training.steps,
+        resumed_step=progress.step,
+        wandb=recipe.metrics.wandb,
+        project=recipe.metrics.wandb_project,
+        name=recipe.run.name,
+        tensorboard=recipe.metrics.tensorboard,
+        config=recipe.model_dump(mode="json"),
+    )
