@@ -100,7 +100,9 @@ def sharded_stages(case: Case, mesh) -> tuple[list[Llama], dict[str, str]]:
     ties = find_ties(model)
     stages = split_stages(model, mesh["pp"], STAGES, schedule=case.schedule, stages_per_rank=case.stages_per_rank)
     for stage in stages:
-        apply_tensor_parallel(stage, mesh["tp"], tensor_parallel_plan(case.sequence_parallel))
+        apply_tensor_parallel(
+            stage, mesh["tp"], tensor_parallel_plan(case.sequence_parallel, qk_norm=case.config.qk_norm)
+        )
         stage.sequence_shards = case.layout.tp if case.sequence_parallel else 1
     materialize(stages, "cpu", case.dtype, ties)
     init_weights(stages, seed=SEED, std=lambda name: init_std(case.config, name), ties=ties)

@@ -67,6 +67,9 @@ OPTIONS = [
     ("2x2x2", "InterleavedZeroBubble", {"micro_batch": 2}),
     ("2x2x2", "1F1B", {"tie_word_embeddings": True}),
     ("2x2x2", "ZBVZeroBubble", {"tie_word_embeddings": True}),
+    ("2x2x2", "1F1B", {"qk_norm": True, "sliding_window": 5}),
+    ("1x2x2", "1F1B", {"qk_norm": True, "qkv_bias": True, "sequence_parallel": False}),
+    ("2x1x2", "1F1B", {"attention_bias": True}),
 ]
 
 

@@ -131,7 +131,7 @@ def test_every_mistake_is_reported_once_with_key_file_and_nearest_name(path):
         ),
         (
             "model.family=lama",
-            'model.family: expected "llama" or "package.module:Name", found "lama"; did you mean',
+            'model.family: expected "llama", "mistral", "qwen2", "qwen3" or "package.module:Name", found "lama"; did',
         ),
         (
             "model.rope_scaling.rope_type=yarn",

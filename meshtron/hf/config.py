@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshtron.errors import CheckpointError
-from meshtron.models.families import FAMILIES
+from meshtron.models import FAMILIES
 from meshtron.models.llama import LlamaConfig
 from meshtron.models.rope import RopeScaling
 
@@ -124,7 +124,7 @@ def config_from_hf(config: Mapping[str, Any], where: str) -> tuple[str, LlamaCon
         where: its path, for messages.
 
     Returns:
-        The family (a key of ``FAMILIES``) and the configuration.
+        The family (a key of ``meshtron.models.FAMILIES``) and the configuration.
 
     Raises:
         CheckpointError: a model, key or value that meshtron does not implement exactly, or a missing size.
@@ -157,7 +157,7 @@ def config_from_hf(config: Mapping[str, Any], where: str) -> tuple[str, LlamaCon
     for key in ("use_sliding_window", "max_window_layers", "layer_types"):
         values.pop(key, None)
     _check_types(values, where)
-    return name, LlamaConfig(**FAMILIES[name], **values)
+    return name, FAMILIES[name]().config(values)
 
 
 def _rope(config: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:

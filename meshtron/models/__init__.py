@@ -2,12 +2,20 @@
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 
 from meshtron.errors import RecipeError
 from meshtron.models.llama import LlamaSpec
 from meshtron.models.spec import ModelSpec, StageLayout
 
-FAMILIES: dict[str, Callable[[], ModelSpec]] = {"llama": LlamaSpec}
+# What every model of a family has; what varies within one (sizes, rope, sliding_window, attention_bias, tied weights)
+# is a key of the recipe's [model] section.
+FAMILIES: dict[str, Callable[[], LlamaSpec]] = {
+    "llama": LlamaSpec,
+    "mistral": LlamaSpec,
+    "qwen2": partial(LlamaSpec, qkv_bias=True),
+    "qwen3": partial(LlamaSpec, qk_norm=True),
+}
 
 __all__ = ["FAMILIES", "ModelSpec", "StageLayout", "model_spec"]
 

@@ -2,7 +2,7 @@
 
 RMSNorm, rotary position embedding, grouped-query attention and SwiGLU, as in "LLaMA: Open and Efficient
 Foundation Language Models" (Touvron et al., 2023) and "The Llama 3 Herd of Models" (2024), with the few options
-that make it a Mistral, Qwen2 or Qwen3 (``families.py`` names them). Parameter names are those of Hugging Face's
+that make it a Mistral, Qwen2 or Qwen3. Parameter names are those of Hugging Face's
 ``LlamaForCausalLM`` without the leading ``model.``.
 
 Heads are read off the runtime shape of the projections, so the same code runs with all heads or with one tensor
@@ -97,8 +97,8 @@ def tensor_parallel_plan(sequence_parallel: bool = True, *, qk_norm: bool = Fals
         # One weight for all heads, applied to each rank's heads (dim 2 here, where the style says sequence), so
         # that its gradient is a partial sum over tp.
         plan |= {
-            "layers.*.self_attn.q_norm": SequenceParallel(sequence_dim=2),
-            "layers.*.self_attn.k_norm": SequenceParallel(sequence_dim=2),
+            "layers.*.self_attn.q_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
+            "layers.*.self_attn.k_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
         }
     if sequence_parallel:
         # Norms work on each rank's part of the sequence; their weight gradients are partial sums over tp.
@@ -198,7 +198,9 @@ class Llama(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def forward(self, x: Tensor, positions: Tensor | None = None, mask: Any = None) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor | None = None, mask: Any = None, last: Tensor | None = None
+    ) -> Tensor:
         """Token ids (batch, sequence), or an earlier stage's hidden states, to logits or hidden states.
 
         Args:
@@ -207,6 +209,8 @@ class Llama(nn.Module):
             positions: position of each token, (sequence,) or (batch, sequence); by default 0 .. sequence - 1.
                 They count the whole sequence, also where ``x`` is a part of it.
             mask: passed to the attention function as it is.
+            last: (batch,) index in ``x`` of the one token of each row whose logits are wanted, so that logits are
+                (batch, 1, vocabulary); by default those of all tokens. Not under sequence parallelism.
         """
         if positions is None:
             positions = torch.arange(self.sequence_length(x), device=x.device)
@@ -218,7 +222,7 @@ class Llama(nn.Module):
         if self.norm is not None:
             x = self.norm(x)
         if self.lm_head is not None:
-            x = self.lm_head(x)
+            x = self.lm_head(x if last is None else x[torch.arange(len(x), device=x.device), last][:, None])
         return x
 
     def sequence_length(self, x: Tensor) -> int:
@@ -257,24 +261,35 @@ def config_of(model: Mapping[str, Any]) -> LlamaConfig:
 
 
 class LlamaSpec:
-    """The Llama family as a recipe sees it (``ModelSpec``)."""
+    """Llama and its relatives as a recipe sees them (``ModelSpec``).
+
+    Args:
+        options: fields of ``LlamaConfig`` that every model of the family has.
+    """
 
     stages = STAGES
     # Embedding and head: DTensor and the loss know the vocabulary's real size, so shards may be uneven.
     uneven: tuple[str, ...] = ("embed_tokens", "lm_head")
 
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+    def config(self, model: Mapping[str, Any]) -> LlamaConfig:
+        """``config_of`` the section with the family's options."""
+        return config_of({**model, **self.options})
+
     def build(self, model: Mapping[str, Any]) -> nn.Module:
         """A Llama of the section's sizes."""
-        return Llama(config_of(model), attention_backend(model.get("attention", "auto")))
+        return Llama(self.config(model), attention_backend(model.get("attention", "auto")))
 
     def plan(self, model: Mapping[str, Any], sequence_parallel: bool) -> dict[str, ParallelStyle]:
         """``tensor_parallel_plan``."""
-        return tensor_parallel_plan(sequence_parallel)
+        return tensor_parallel_plan(sequence_parallel, qk_norm=self.config(model).qk_norm)
 
     def init_std(self, model: Mapping[str, Any]) -> Callable[[str], float]:
         """``init_std`` by parameter name."""
-        return partial(init_std, config_of(model))
+        return partial(init_std, self.config(model))
 
     def flops_per_token(self, model: Mapping[str, Any], sequence: int) -> int:
         """``flops_per_token``."""
-        return flops_per_token(config_of(model), sequence)
+        return flops_per_token(self.config(model), sequence)

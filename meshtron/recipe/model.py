@@ -7,7 +7,7 @@ from pydantic import ConfigDict, Field, model_validator
 from meshtron.recipe.base import Count, Positive, Section
 from meshtron.recipe.problems import UNION_TAGS, Problems, nearest
 
-FAMILIES = ("llama",)
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Families that ship with meshtron; any other is given as ``package.module:Name``."""
 
 
@@ -30,7 +30,7 @@ class ModelSection(Section):
     """The model, under Hugging Face's names. With ``from_hf`` the sizes come from that folder's config.json."""
 
     family: str = "llama"
-    """"llama", or "package.module:Name" for a model of your own. Default "llama"."""
+    """"llama", "mistral", "qwen2", "qwen3", or "package.module:Name" for a model of your own. Default "llama"."""
     from_hf: str = ""
     """Hugging Face folder that gives sizes and initial weights; "" for none. Default ""."""
     hidden_size: Count = 0
@@ -61,6 +61,8 @@ class ModelSection(Section):
     """Whether the head and the embedding are one parameter. Default false."""
     attention_bias: bool = False
     """Whether q, k, v and o projections have biases. Default false."""
+    sliding_window: Positive | None = None
+    """Tokens that a token attends to, itself included. Default none: all before it."""
     attention: Literal["auto", "sdpa", "flash_attn", "flex"] = "auto"
     """Attention backend; "auto" takes the fastest of the device. Default "auto"."""
     init_std: Annotated[float, Field(gt=0)] = 0.02

@@ -1,0 +1,1 @@
+"""Text from a model: at any tp and pp, from a training checkpoint or a Hugging Face folder."""

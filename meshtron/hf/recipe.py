@@ -1,0 +1,66 @@
+"""A recipe's [model] section from a Hugging Face folder."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from meshtron.errors import RecipeError
+from meshtron.hf.folder import read_config
+from meshtron.models.llama import LlamaConfig
+from meshtron.recipe import DataSection, ModelSection, Recipe, RopeScalingSection, Source, TrainingSection
+
+# Keys of a recipe that may differ from the folder's config.json: they leave every weight in its place.
+ADJUSTABLE = frozenset(
+    {"max_position_embeddings", "rope_theta", "rope_scaling", "sliding_window", "rms_norm_eps", "init_std"}
+)
+
+
+def section_values(family: str, config: LlamaConfig) -> dict[str, Any]:
+    """The keys of a [model] section that say what ``config`` says."""
+    values = {key: value for key, value in dataclasses.asdict(config).items() if key in ModelSection.model_fields}
+    if config.rope_scaling is not None:
+        values["rope_scaling"] = RopeScalingSection(**values["rope_scaling"])
+    return {"family": family, **values}
+
+
+def fill_from_hf(recipe: Recipe) -> Recipe:
+    """The recipe with its [model] section completed from ``model.from_hf``; unchanged without one.
+
+    Keys that the recipe sets keep their value where that leaves every weight in its place (``ADJUSTABLE``).
+
+    Raises:
+        CheckpointError: the folder's config.json is missing or not supported.
+        RecipeError: a key of the recipe contradicts the folder.
+    """
+    section = recipe.model
+    if not section.from_hf:
+        return recipe
+    found = section_values(*read_config(Path(section.from_hf)))
+    for key in section.model_fields_set & found.keys():
+        value = getattr(section, key)
+        if value != found[key] and key not in ADJUSTABLE:
+            raise RecipeError(
+                f"model.{key}: {value!r}, but {section.from_hf}/config.json has {found[key]!r}: "
+                f"leave model.{key} out when model.from_hf is set"
+            )
+    kept = {key: getattr(section, key) for key in section.model_fields_set}
+    return recipe.model_copy(update={"model": ModelSection(**(found | kept))})
+
+
+def recipe_of_folder(folder: Path, dtype: str) -> Recipe:
+    """A recipe whose model is a folder's, with the least of the rest that a recipe needs.
+
+    Args:
+        folder: a Hugging Face folder.
+        dtype: name of a ``param_dtype``.
+
+    Raises:
+        CheckpointError: the folder's config.json is missing or not supported.
+    """
+    family, config = read_config(folder)
+    length = min(config.max_position_embeddings, 2048)
+    return Recipe(
+        model=ModelSection(**section_values(family, config)),
+        training=TrainingSection(steps=1, seq_len=length, global_batch_size=1, param_dtype=dtype),  # type: ignore[arg-type]
+        data=DataSection(train=(Source(path=str(folder)),)),
+    )
