@@ -24,6 +24,7 @@ import torch
 
 _PRELOAD = [
     "torch",
+    "torch._dynamo",  # the first DTensor operation of a process imports it: seconds, if each rank did so itself
     "torch.distributed.checkpoint",
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",

@@ -59,7 +59,7 @@ class Checkpointer:
         async_save: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # the run may change its working directory
         self._keep_last, self._keep_every, self._async = keep_last, keep_every, async_save
         self._ranks = Ranks(process_group)
         self._staging = Staging()
