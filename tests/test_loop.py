@@ -1,0 +1,149 @@
+"""Training from a recipe: the plain run it equals, resuming at every layout, what a run leaves behind."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from meshtron.checkpoint import load
+from meshtron.data import Stage, TrainStream, open_source
+from meshtron.initialize import init_weights
+from meshtron.loop import train
+from meshtron.mesh import Layout
+from meshtron.models.llama import Llama, config_of, init_std
+from meshtron.recipe import Recipe, load_recipe
+from meshtron.testing import run_ranks
+from tests.runs import logged, small_recipe, token_folder
+
+CONTRACT_KEYS = {
+    *("step", "tokens", "samples", "loss", "grad_norm", "lr", "mfu", "memory_gib", "data_wait_s", "step_s"),
+    *("tokens_per_s", "tokens_per_s_per_device"),
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    return token_folder(tmp_path_factory.mktemp("corpus") / "data")
+
+
+@pytest.fixture
+def folder(tmp_path, corpus) -> Path:
+    (tmp_path / "data").symlink_to(corpus)
+    return tmp_path
+
+
+def run(recipe: Recipe, layout: str) -> None:
+    run_ranks(train, Layout.parse(layout).world_size, recipe)
+
+
+def losses(folder: Path, first: int = 1) -> list[float]:
+    return [line["loss"] for line in logged(folder) if line["step"] >= first]
+
+
+def weights(folder: Path, recipe: Recipe, step: int) -> dict[str, torch.Tensor]:
+    """Every weight and moment of a checkpoint, whole."""
+    model = Llama(config_of(recipe.model.model_dump()))
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        for key in (f"model.{name}", f"optimizer.exp_avg.{name}", f"optimizer.exp_avg_sq.{name}"):
+            tensors[key] = torch.empty_like(parameter, requires_grad=False)
+        tensors[f"optimizer.step.{name}"] = torch.empty(())
+    load(folder / "run" / "checkpoints" / f"step-{step:08d}", tensors)
+    return tensors
+
+
+def plain_losses(recipe: Recipe, corpus: Path) -> list[float]:
+    """The whole run again in plain torch and numpy; only the sample order is asked of meshtron."""
+    training, optim = recipe.training, recipe.optimizer
+    config = config_of(recipe.model.model_dump())
+    model = Llama(config)
+    init_weights([model], seed=recipe.run.seed, std=lambda name: init_std(config, name))
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        lr=optim.lr,
+        betas=optim.betas,
+        eps=optim.eps,
+    )
+    source = open_source(corpus, seq_len=training.seq_len, vocab_size=recipe.model.vocab_size)
+    stream = TrainStream(
+        [Stage(start=0, seq_len=training.seq_len, sources=(source,))],
+        global_batch_size=training.global_batch_size,
+        seed=recipe.run.seed,
+    )
+    curve = []
+    for step in range(training.steps):
+        for group in optimizer.param_groups:
+            warm, rest = recipe.lr_schedule.warmup_steps, training.steps - recipe.lr_schedule.warmup_steps
+            after = 0.5 * (1 + np.cos(np.pi * (step - warm) / rest))
+            group["lr"] = optim.lr * ((step + 1) / warm if step < warm else after)
+        batch = stream.batch(step * training.global_batch_size)
+        loss = F.cross_entropy(model(batch.tokens).flatten(0, 1), batch.labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.grad_clip)
+        optimizer.step()
+        curve.append(loss.item())
+    stream.close()
+    return curve
+
+
+def test_a_run_equals_plain_torch_and_leaves_the_contract_behind(folder, corpus):
+    recipe = small_recipe(folder, "2x2x2")
+    run(recipe, "2x2x2")
+    lines = logged(folder)
+    assert [line["step"] for line in lines] == list(range(1, 11))
+    torch.testing.assert_close(losses(folder), plain_losses(recipe, corpus), rtol=1e-5, atol=0)
+    assert lines[-1]["samples"] == 160
+    assert lines[-1]["tokens"] == 160 * 16
+    assert set(lines[-1]) == CONTRACT_KEYS
+    steps = sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
+    assert steps == ["step-00000005", "step-00000010"]
+    resolved = load_recipe(folder / "run" / "recipe.toml")
+    assert (resolved.parallel.dp, resolved.lr_schedule.decay_steps) == (2, 8)
+
+
+def test_resume_at_any_layout_continues_the_run_that_never_stopped(folder):
+    run(small_recipe(folder, "2x2x2"), "2x2x2")
+    uninterrupted = losses(folder, first=6)
+    saved = folder / "run"
+    for layout in ("1x1x1", "1x4x1", "4x2x1", "1x2x4", "2x1x2"):
+        there = folder / layout
+        shutil.copytree(saved, there / "run")
+        shutil.rmtree(there / "run" / "checkpoints" / "step-00000010")
+        (there / "data").symlink_to(folder / "data")
+        run(small_recipe(there, layout, zero=int(layout != "1x4x1")), layout)
+        torch.testing.assert_close(losses(there, first=6), uninterrupted, rtol=1e-5, atol=0)
+        # And back: what that layout saved goes on at the first one.
+        run(small_recipe(there, "2x2x2", training={"steps": 12}), "2x2x2")
+        assert [line["step"] for line in logged(there)] == list(range(1, 13))
+
+
+def test_resume_at_the_same_layout_is_bit_equal(folder):
+    recipe = small_recipe(folder, "2x1x2")
+    run(recipe, "2x1x2")
+    uninterrupted, expected = losses(folder), weights(folder, recipe, 10)
+    shutil.rmtree(folder / "run" / "checkpoints" / "step-00000010")
+    run(recipe, "2x1x2")
+    assert losses(folder) == uninterrupted
+    for name, tensor in weights(folder, recipe, 10).items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_validation_loss_does_not_depend_on_the_layout(folder):
+    held_out = token_folder(folder / "held_out", documents=17, seed=1)
+    validation = {"interval": 5, "data": [{"path": str(held_out)}]}
+    found = []
+    for layout in ("1x1x1", "2x2x2", "1x8x1"):
+        where = folder / layout
+        where.mkdir()
+        (where / "data").symlink_to(folder / "data")
+        run(small_recipe(where, layout, validation=validation, checkpoint={"interval": 0}), layout)
+        found.append([line["val_loss"] for line in logged(where) if "val_loss" in line])
+    assert len(found[0]) == 2
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-5, atol=0)
