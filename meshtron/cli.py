@@ -15,6 +15,7 @@ import typer
 
 from meshtron.data import cli as data_cli
 from meshtron.errors import MeshtronError
+from meshtron.generate import cli as generate_cli
 from meshtron.launch import reported_errors
 from meshtron.recipe import Recipe, load_recipe, recipe_schema
 
@@ -38,15 +39,27 @@ Overrides = Annotated[
 
 def main() -> None:
     """The ``meshtron`` program; exits with status 0 only when all that was asked for was done."""
+    _run(app, "meshtron")
+
+
+def generate_main() -> None:
+    """Body of generate.py: ``CHECKPOINT --prompt TEXT [key=value ...]``, as ``meshtron generate``."""
+    set_up_logging()
+    program = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    program.command()(generate_cli.generate)
+    _run(program, "generate.py")
+
+
+def _run(program: typer.Typer, name: str) -> None:
     sys.path.insert(0, os.getcwd())  # where a recipe's own model family is looked for, as with python -m
     with reported_errors():
         try:
-            status = app(standalone_mode=False)
+            status = program(standalone_mode=False)
         except _UsageError as error:
             message = error.format_message()
             if not message:  # no command was given, and the help has been printed
                 sys.exit(2)
-            raise MeshtronError(f"{message} (see meshtron --help)") from None
+            raise MeshtronError(f"{message} (see {name} --help)") from None
         except typer.Abort:
             status = 130
         sys.exit(status)
@@ -77,6 +90,7 @@ def set_up_logging() -> None:
 
 
 app.command()(data_cli.prepare)
+app.command()(generate_cli.generate)
 
 
 @app.command()
