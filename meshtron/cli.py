@@ -114,6 +114,35 @@ def schema() -> None:
     print(json.dumps(recipe_schema(), indent=2))
 
 
+@app.command()
+def parity(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    layouts: Annotated[
+        str, typer.Option(help="pp x dp x tp, separated by commas; the first is the reference.")
+    ] = "1x1x1,1x1x2,1x2x1,2x1x1",
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each run.")] = 3,
+    dtype: Annotated[str, typer.Option(help="float64 tells mistakes from rounding; or float32.")] = "float64",
+    schedules: Annotated[
+        str, typer.Option(help="Pipeline schedules, separated by commas. Default: the recipe's.", show_default=False)
+    ] = "",
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write all figures to this file.", show_default=False)
+    ] = None,
+) -> None:
+    """Train a few steps at several layouts and compare losses, norms, every gradient and every weight."""
+    from meshtron.parity import compare_recipe, parse_variants, print_report
+
+    loaded = load_recipe(recipe, overrides or [])
+    variants = parse_variants(layouts, schedules or loaded.parallel.schedule)
+    report = compare_recipe(loaded, variants, steps=steps, dtype=dtype)
+    print_report(report)
+    if json_path is not None:
+        json_path.write_text(json.dumps(report.as_dict(), indent=2), encoding="utf-8")
+    if not report.equal:
+        raise MeshtronError("the numbers depend on the layout; docs/parity.md says how to go on")
+
+
 def _print_summary(name: str, recipe: Recipe) -> None:
     from rich.console import Console
     from rich.markup import escape
