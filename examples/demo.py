@@ -20,6 +20,7 @@ import numpy as np
 DATA = Path("data/python_stdlib")
 RUN = Path("runs/demo")
 RECIPE = "recipes/tiny_llama.toml"
+CHECKPOINTS = "checkpoints/step-" + 8 * "[0-9]"  # a checkpoint that is still being written has another name
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
 TRAIN = [*TORCHRUN, "train.py", RECIPE, "run.name=demo", *sys.argv[1:]]
@@ -41,7 +42,7 @@ def run_until_checkpoint(title: str, command: list[str]) -> None:
     show(title, command)
     # torchrun writes a traceback when it is told to stop; the demo is not the place for it
     with open(RUN.with_suffix(".log"), "w") as log, subprocess.Popen(command, stderr=log) as process:
-        while process.poll() is None and not (saved := list(RUN.glob("checkpoints/step-*"))):
+        while process.poll() is None and not (saved := list(RUN.glob(CHECKPOINTS))):
             time.sleep(0.1)
         if process.poll() is not None:
             sys.exit(f"the run ended by itself; see {log.name}")
