@@ -1,0 +1,130 @@
+"""AdamW on float32 masters that reads gradients as they are and writes low-precision weights in the same pass."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class FusedAdamW(torch.optim.AdamW):
+    """``torch.optim.AdamW`` with the steps around it folded in, in a few launches for all parameters.
+
+    An update reads gradient, master and two moments once, and writes the last three and the low-precision weight:
+    28 bytes a weight with bf16 gradients, which is all that it costs on a device with float32 masters. Where there
+    is no CUDA device, torch's own AdamW does the same in several passes.
+
+    Gradients may be of lower precision than their parameter (set ``parameter.grad_dtype = None`` to allow it).
+    State has torch's names; ``step`` is a CPU tensor, so nothing waits for the device.
+    """
+
+    gradient_factor: Tensor | None = None
+    """Scalar on the device that the next ``step`` multiplies gradients by (the clip coefficient), or None."""
+
+    def __init__(self, params: Any, **defaults: Any) -> None:
+        super().__init__(params, **defaults)
+        self.copies: dict[Tensor, Tensor] = {}
+
+    def write_copies(self, copies: Mapping[Tensor, Tensor]) -> None:
+        """Have each update written to these tensors too: parameter -> tensor of its size in another dtype."""
+        self.copies = dict(copies)
+
+    def make_state(self) -> None:
+        """Give every parameter that has no state yet zero moments and a step count of 0."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if not self.state[parameter]:
+                    self.state[parameter] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            held = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if held and all(parameter.is_cuda and parameter.dtype == torch.float32 for parameter in held):
+                self._step_in_one_pass(group, held)
+            elif held:
+                self._step_in_several(group, held)
+        self.gradient_factor = None
+        return loss
+
+    def _step_in_several(self, group: dict[str, Any], held: Sequence[Tensor]) -> None:
+        for parameter in held:
+            parameter.grad = parameter.grad.to(parameter.dtype)  # type: ignore[union-attr]
+        if self.gradient_factor is not None:
+            grads = [parameter.grad for parameter in held]
+            torch._foreach_mul_(grads, self.gradient_factor.to(held[0].dtype))  # type: ignore[arg-type]
+        groups, self.param_groups = self.param_groups, [group]
+        try:
+            super().step()
+        finally:
+            self.param_groups = groups
+        written = [parameter for parameter in held if parameter in self.copies]
+        if written:
+            torch._foreach_copy_([self.copies[parameter] for parameter in written], written)
+
+    def _step_in_one_pass(self, group: dict[str, Any], held: Sequence[Tensor]) -> None:
+        from meshtron.kernels import multi_tensor
+
+        self.make_state()
+        torch._foreach_add_([self.state[parameter]["step"] for parameter in held], 1)
+        device = held[0].device
+        factor = self.gradient_factor
+        if factor is None:
+            factor = torch.ones((), device=device)
+        alike = defaultdict(list)
+        for parameter in held:
+            copy = self.copies.get(parameter)
+            kinds = (parameter.grad.dtype, copy.dtype if copy is not None else None)  # type: ignore[union-attr]
+            alike[(*kinds, int(self.state[parameter]["step"]))].append(parameter)
+        for (_, copied, step), parameters in alike.items():
+            states = [self.state[parameter] for parameter in parameters]
+            columns = [
+                [parameter.grad for parameter in parameters],
+                parameters,
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+            ]
+            if copied is not None:
+                columns.append([self.copies[parameter] for parameter in parameters])
+            multi_tensor.adamw(
+                columns,  # type: ignore[arg-type]
+                multi_tensor.chunk_map([parameter.numel() for parameter in parameters], device),
+                factor.to(torch.float32),
+                lr=float(group["lr"]),
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                step=step,
+            )
+
+
+def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """Sum of squares of all elements as a float64 scalar on the tensors' device, in one pass for each dtype.
+
+    Raises:
+        ValueError: there are no tensors.
+    """
+    if not tensors:
+        raise ValueError("sum_of_squares of nothing: the device is unknown")
+    device = tensors[0].device
+    if device.type != "cuda" or any(tensor.dtype == torch.float64 for tensor in tensors):
+        narrow = any(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in tensors)
+        norms = torch._foreach_norm(list(tensors), 2.0, dtype=torch.float32 if narrow else None)
+        return torch.stack([norm.double() for norm in norms]).square().sum()
+    from meshtron.kernels import multi_tensor
+
+    alike = defaultdict(list)
+    for tensor in tensors:
+        alike[tensor.dtype].append(tensor)
+    sums = [
+        multi_tensor.sum_of_squares(same, multi_tensor.chunk_map([tensor.numel() for tensor in same], device))
+        for same in alike.values()
+    ]
+    return torch.stack(sums).sum()
