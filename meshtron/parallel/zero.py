@@ -9,15 +9,18 @@ Every parameter is cut by rows (dim 0 of its tensor parallel shard) into one pie
 
 The accumulator of a bucket is laid out (dp, pieces of one rank), so that row ``r`` is what rank ``r`` receives:
 adding a gradient is a strided add, and nothing is packed before the reduce-scatter. With one dp rank the
-accumulator is the reduced gradient itself and nothing is communicated or copied.
+accumulator is the reduced gradient itself and nothing is communicated or copied; if besides a step is a single
+backward pass, ``FusedAdamW`` is given the gradients as autograd made them and there is no accumulator at all.
 
 State is exposed as DTensors under parameter names (tp placement first, then ``Shard(0)`` over dp), so
 torch.distributed.checkpoint loads it at any other layout without code of ours.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshtron.errors import LayoutError
+from meshtron.kernels.adamw import FusedAdamW, sum_of_squares
 from meshtron.parallel.placement import contiguous_stride, local_part, shard_range
 
 _BUCKET_BYTES = 64 << 20
@@ -99,9 +103,10 @@ class _Bucket:
 
     pieces: list[_Piece]
     elements: int
-    accumulator: Tensor
-    """(dp, elements): gradients of all rows, summed over micro-batches."""
-    reduced: Tensor
+    accumulator: Tensor | None
+    """(dp, elements): gradients of all rows, summed over micro-batches. None where the optimizer takes gradients as
+    autograd made them."""
+    reduced: Tensor | None
     """(elements,): gradients of this rank's rows, summed over dp."""
     pending: int = 0
     """Gradients still to come in this step."""
@@ -154,11 +159,15 @@ class ZeroOptimizer:
         self._state_mesh = self._shard_mesh()
         self._pieces = self._cut(list(stages), ties or {})
         self._peers = self._find_peers(ties or {})
+        self.inner = optimizer(self._groups(group_of), **defaults)
+        self._fused = self.inner if isinstance(self.inner, FusedAdamW) else None
+        self._hands_over = self._fused is not None and self._dp.size == 1 and num_microbatches == 1
+        if self._fused is not None:
+            self._prepare(self._fused)
         self._buckets = self._fill_buckets(bucket_bytes)
         self._home = {id(piece.parameter): (piece, bucket) for bucket in self._buckets for piece in bucket.pieces}
         self._next_bucket = 0
         self._reduced = False
-        self.inner = optimizer(self._groups(group_of), **defaults)
         for piece in self._pieces:
             piece.parameter.register_post_accumulate_grad_hook(self._accumulate)
         self._begin_step()
@@ -213,10 +222,20 @@ class ZeroOptimizer:
         return buckets
 
     def _bucket(self, pieces: list[_Piece], elements: int) -> _Bucket:
+        if self._hands_over:
+            return _Bucket(pieces, elements, None, None)
         device = pieces[0].local.device
         accumulator = torch.zeros(self._shards, elements, dtype=self.grad_dtype, device=device)
         reduced = accumulator[0] if self._shards == 1 else torch.zeros_like(accumulator[0])
         return _Bucket(pieces, elements, accumulator, reduced)
+
+    def _prepare(self, inner: FusedAdamW) -> None:
+        """Let gradients keep their own dtype, and parameters be written in the pass that updates their masters."""
+        for piece in self._pieces:
+            piece.master.grad_dtype = None
+        if self._shards == 1:
+            own = {piece.master: piece.local.view(piece.master.shape) for piece in self._pieces}
+            inner.write_copies({master: view for master, view in own.items() if view.dtype != master.dtype})
 
     def _groups(self, group_of: Callable[[str, torch.Size], dict[str, Any]] | None) -> list[dict[str, Any]]:
         groups: dict[str, dict[str, Any]] = {}
@@ -268,6 +287,8 @@ class ZeroOptimizer:
             bucket.pending = sum(piece.backwards for piece in bucket.pieces) * self.num_microbatches
             for piece in bucket.pieces:
                 piece.seen = 0
+                if bucket.accumulator is None:
+                    piece.master.grad = None
         self._next_bucket = 0
         self._reduced = False
 
@@ -286,20 +307,60 @@ class ZeroOptimizer:
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             return
+        self._check_open(piece, bucket)
+        rows = self._local_gradient(piece, gradient).reshape(piece.local.shape)
+        if bucket.accumulator is None:
+            self._hand_over(piece, rows.view(piece.master.shape))
+        else:
+            for view, span in piece.parts(bucket.accumulator):
+                added = rows[span].view(view.shape)
+                # The first gradient of a step overwrites what the last step left.
+                view.copy_(added) if piece.seen == 0 else view.add_(added)
+        self._count(piece, bucket)
+
+    def _check_open(self, piece: _Piece, bucket: _Bucket) -> None:
         if bucket.launched:
             raise RuntimeError(
                 f"{piece.name} got a gradient after {self.num_microbatches} micro-batches had been reduced: "
                 "num_microbatches is too small, or step() was not called"
             )
-        rows = self._local_gradient(piece, gradient).reshape(piece.local.shape)
-        for view, span in piece.parts(bucket.accumulator):
-            added = rows[span].view(view.shape)
-            # The first gradient of a step overwrites what the last step left.
-            view.copy_(added) if piece.seen == 0 else view.add_(added)
+
+    def _hand_over(self, piece: _Piece, gradient: Tensor) -> None:
+        """Make autograd's gradient the master's, in wider precision only where it is still to be summed."""
+        if piece.partial or piece.backwards > 1 or piece.name in self._peers:
+            gradient = gradient.to(self.grad_dtype)
+        piece.master.grad = gradient if piece.seen == 0 else piece.gradient.add_(gradient)
+
+    def _count(self, piece: _Piece, bucket: _Bucket) -> None:
+        """Note one gradient of ``piece``; start the reductions of buckets that have all of theirs."""
         piece.seen += 1
         bucket.pending -= 1
         while self._next_bucket < len(self._buckets) and self._buckets[self._next_bucket].pending == 0:
             self._launch(self._buckets[self._next_bucket])
+
+    def gradient_sink(self, parameter: Tensor) -> Callable[[], AbstractContextManager[tuple[Tensor, bool]]] | None:
+        """A way for code that computes ``parameter``'s gradient itself to add it where it is summed.
+
+        The function returned opens a context with the accumulator, of the local shard's shape and in the gradient
+        dtype, and whether it is to be overwritten instead of added to. It stands for one gradient of autograd's.
+        None where the accumulator is not one block of memory in the parameter's order.
+        """
+        piece, bucket = self._home[id(parameter)]
+        if bucket.accumulator is None:
+            return partial(self._adding, piece, bucket, None)
+        parts = piece.parts(bucket.accumulator)
+        if len(parts) != 1 or not parts[0][0].is_contiguous():
+            return None
+        return partial(self._adding, piece, bucket, parts[0][0].view(local_part(parameter).shape))
+
+    @contextmanager
+    def _adding(self, piece: _Piece, bucket: _Bucket, accumulator: Tensor | None) -> Iterator[tuple[Tensor, bool]]:
+        self._check_open(piece, bucket)
+        if accumulator is None:
+            accumulator = torch.empty_like(piece.master, dtype=self.grad_dtype)
+            piece.master.grad = accumulator
+        yield accumulator, piece.seen == 0
+        self._count(piece, bucket)
 
     def _local_gradient(self, piece: _Piece, gradient: Tensor) -> Tensor:
         """The gradient of this rank's shard; partial sums over tp stay partial until the step's one all-reduce."""
@@ -316,9 +377,10 @@ class ZeroOptimizer:
         """Start a bucket's reduction; buckets go in order, so every dp rank issues the same collectives."""
         for piece in bucket.pieces:
             if piece.seen == 0:
-                for view, _ in piece.parts(bucket.accumulator):
-                    view.zero_()
-        if self._shards > 1:
+                self._zero(piece, bucket)
+        if bucket.accumulator is None or bucket.reduced is None:
+            pass  # one dp rank, one backward pass: there is nothing to reduce
+        elif self._shards > 1:
             bucket.work = _reduce_scatter(
                 bucket.reduced, bucket.accumulator.view(-1), group=self._dp.group, async_op=True
             )
@@ -326,6 +388,14 @@ class ZeroOptimizer:
             bucket.work = dist.all_reduce(bucket.accumulator, group=self._dp.group, async_op=True)
         bucket.launched = True
         self._next_bucket += 1
+
+    def _zero(self, piece: _Piece, bucket: _Bucket) -> None:
+        """The gradient of a parameter that no backward pass reached."""
+        if bucket.accumulator is None:
+            piece.master.grad = torch.zeros_like(piece.master)
+            return
+        for view, _ in piece.parts(bucket.accumulator):
+            view.zero_()
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
@@ -340,8 +410,9 @@ class ZeroOptimizer:
         for bucket in self._buckets:
             if bucket.work is not None:
                 bucket.work.wait()
-            for piece in bucket.pieces:
-                piece.master.grad = piece.own(bucket.reduced)
+            if bucket.reduced is not None:
+                for piece in bucket.pieces:
+                    piece.master.grad = piece.own(bucket.reduced)
         self._sum_partial_over_tp()
         for piece in self._pieces:
             if piece.name in self._peers:
@@ -386,12 +457,14 @@ class ZeroOptimizer:
         """
         self.reduce_gradients()
         counted = [piece.gradient for piece in self._pieces if self._counts(piece) and piece.master.numel()]
-        device = self._buckets[0].accumulator.device if self._buckets else self.mesh.device_type
+        device = self._pieces[0].local.device if self._pieces else self.mesh.device_type
         infinite = norm_type == float("inf")
         total = torch.zeros((), dtype=torch.float64, device=device)
-        if counted:
+        if counted and not infinite:
+            total = sum_of_squares(counted)
+        elif counted:
             norms = torch.stack(torch._foreach_norm(counted, norm_type)).double()
-            total = norms.max() if infinite else norms.square().sum()
+            total = norms.max()
         for axis in (self._pp, self._dp, self._tp):
             if axis.size > 1:
                 dist.all_reduce(total, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=axis.group)
@@ -399,7 +472,10 @@ class ZeroOptimizer:
         if max_norm is not None:
             # The same guard as torch.nn.utils.clip_grad_norm_, so that a reference run agrees to the last digit.
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(self.grad_dtype)
-            torch._foreach_mul_([piece.gradient for piece in self._pieces], scale)
+            if self._fused is not None:
+                self._fused.gradient_factor = scale
+            else:
+                torch._foreach_mul_([piece.gradient for piece in self._pieces], scale)
         return norm
 
     def _counts(self, piece: _Piece) -> bool:
@@ -422,12 +498,15 @@ class ZeroOptimizer:
         """Update this rank's shards and bring every dp rank's parameters up to date."""
         self.reduce_gradients()
         self.inner.step()
-        self.publish()
+        if self._fused is None or self._shards > 1:  # else parameters were written with their masters
+            self.publish()
         self._begin_step()
 
     def skip_step(self) -> None:
         """Drop the gradients of this step and leave weights and state as they are."""
         self.reduce_gradients()
+        if self._fused is not None:
+            self._fused.gradient_factor = None
         self._begin_step()
 
     @torch.no_grad()
@@ -463,11 +542,6 @@ class ZeroOptimizer:
         """
         return {piece.name: self._as_global(piece, piece.master) for piece in self._pieces}
 
-    def gradients(self) -> dict[str, Tensor]:
-        """Reduced gradients of this step by parameter name, laid out like ``masters``; gone after ``step``."""
-        self.reduce_gradients()
-        return {piece.name: self._as_global(piece, piece.gradient) for piece in self._pieces}
-
     def state_dict(self) -> dict[str, Tensor]:
         """Optimizer state as ``"<state>.<parameter name>"``, sharing memory with the optimizer.
 
@@ -485,6 +559,9 @@ class ZeroOptimizer:
 
     def _make_state(self) -> None:
         """Make the inner optimizer create its state: a step with zero gradients that moves nothing."""
+        if self._fused is not None:
+            self._fused.make_state()
+            return
         if self._pieces and all(self.inner.state.get(piece.master) for piece in self._pieces):
             return
         saved = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
