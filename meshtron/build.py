@@ -10,7 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshtron.errors import LayoutError
+from meshtron.head_loss import HeadLoss
 from meshtron.initialize import init_weights, materialize
+from meshtron.kernels.adamw import FusedAdamW
+from meshtron.layers import compile_layers, convert_to_float8, recompute_layers
 from meshtron.loss import CausalLMLoss
 from meshtron.mesh import Layout, build_mesh
 from meshtron.models import ModelSpec, model_spec
@@ -43,7 +47,7 @@ class Job:
     mesh: DeviceMesh
     device: torch.device
     model: Model
-    loss_fn: CausalLMLoss
+    loss_fn: CausalLMLoss | HeadLoss
     optimizer: ZeroOptimizer
     learning_rate: LearningRate
     runner: PipelineRunner
@@ -61,13 +65,14 @@ def build_job(recipe: Recipe, device: torch.device) -> Job:
     mesh = build_mesh(layout_of(recipe), "cuda" if device.type == "cuda" else "cpu")
     model = build_model(recipe, mesh, device)
     retie(model.stages, model.ties)
+    prepare_layers(recipe, model)
 
     rules = [GroupRule(**group.model_dump()) for group in optim.groups]
     check_rules(rules, model.shapes)
     optimizer = ZeroOptimizer(
         model.stages,
         mesh,
-        optimizer=functools.partial(torch.optim.AdamW, fused=device.type in ("cpu", "cuda")),
+        optimizer=functools.partial(FusedAdamW, fused=device.type == "cpu"),
         group_of=parameter_options(rules),
         num_microbatches=recipe.num_microbatches,
         shard=recipe.parallel.zero == 1,
@@ -78,7 +83,7 @@ def build_job(recipe: Recipe, device: torch.device) -> Job:
         eps=optim.eps,
         weight_decay=optim.weight_decay,
     )
-    loss_fn = CausalLMLoss(recipe.model.vocab_size, mesh["tp"])
+    loss_fn = build_loss(recipe, mesh, model, optimizer)
     boundary = boundary_of(recipe, training.micro_batch_size, training.seq_len)
     runner = PipelineRunner(
         model.stages,
@@ -87,7 +92,7 @@ def build_job(recipe: Recipe, device: torch.device) -> Job:
         num_microbatches=recipe.num_microbatches,
         loss_fn=loss_fn,
         boundary=boundary,
-        output=logits_like(recipe, mesh, boundary),
+        output=boundary.hidden if isinstance(loss_fn, HeadLoss) else logits_like(recipe, mesh, boundary),
         after_weight_pass=optimizer.collect,
     )
     learning_rate = LearningRate(
@@ -111,15 +116,7 @@ def build_job(recipe: Recipe, device: torch.device) -> Job:
 
 
 def build_model(recipe: Recipe, mesh: DeviceMesh, device: torch.device) -> Model:
-    """This rank's stages with initial weights."""
-    model = place_model(recipe, mesh, device)
-    std = model.spec.init_std(model_section(recipe))
-    init_weights(model.stages, seed=recipe.run.seed, std=std, ties=model.ties)
-    return model
-
-
-def place_model(recipe: Recipe, mesh: DeviceMesh, device: torch.device) -> Model:
-    """This rank's stages without values: meta model -> checked plan -> stages -> tensor parallel shards -> memory."""
+    """This rank's stages: meta model -> checked plan -> stages -> tensor parallel shards -> memory -> weights."""
     section, parallel = model_section(recipe), recipe.parallel
     spec = model_spec(recipe.model.family)
     plan = spec.plan(section, parallel.sequence_parallel)
@@ -127,15 +124,67 @@ def place_model(recipe: Recipe, mesh: DeviceMesh, device: torch.device) -> Model
         whole = spec.build(section)
     check_plan(whole, plan, parallel.tp, uneven=spec.uneven)
     ties = find_ties(whole)
-    shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}  # before ties are pulled apart
     stages = split_stages(
         whole, mesh["pp"], spec.stages, schedule=parallel.schedule, stages_per_rank=parallel.stages_per_rank
     )
     for stage in stages:
+        if recipe.training.float8 != "off":
+            convert_to_float8(stage, recipe.training.float8)
         apply_tensor_parallel(stage, mesh["tp"], plan)
         stage.sequence_shards = sequence_shards(recipe)  # type: ignore[assignment]
     materialize(stages, device, dtype_of(recipe.training.param_dtype), ties)
+    init_weights(stages, seed=recipe.run.seed, std=spec.init_std(section), ties=ties)
+    shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
     return Model(spec=spec, stages=stages, ties=ties, shapes=shapes)
+
+
+def prepare_layers(recipe: Recipe, model: Model) -> None:
+    """Recompute and compile the layers of this rank's stages as [training] says.
+
+    Raises:
+        LayoutError: the schedule or the layout cannot be combined with what was asked for.
+    """
+    training, parallel = recipe.training, recipe.parallel
+    mode = training.activation_checkpointing
+    if mode != "none" and parallel.pp > 1 and parallel.schedule in _SPLIT_BACKWARD:
+        raise LayoutError(
+            f'parallel.schedule = "{parallel.schedule}" computes weight gradients in a pass of their own, which '
+            f'would recompute a layer once a weight: set training.activation_checkpointing = "none", found "{mode}"'
+        )
+    if mode == "selective" and training.compile and parallel.tp > 1:
+        raise LayoutError(
+            'training.activation_checkpointing = "selective" does not combine with training.compile = true at '
+            f'parallel.tp = {parallel.tp}: use "full" or "none"'
+        )
+    for stage in model.stages:
+        layers = list(stage.get_submodule(model.spec.stages.layers).children())
+        recompute_layers(layers, mode)
+        if training.compile:
+            compile_layers(layers, whole=parallel.tp == 1)
+
+
+_SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+
+def build_loss(recipe: Recipe, mesh: DeviceMesh, model: Model, optimizer: ZeroOptimizer) -> CausalLMLoss | HeadLoss:
+    """The loss of the last stage, with the model's head folded in where the model offers it."""
+    last = model.stages[-1]
+    name = model.spec.stages.head
+    head = getattr(last, name) if name else None
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        return CausalLMLoss(recipe.model.vocab_size, mesh["tp"])
+    last.head_in_loss = True
+    # A tied head's gradient comes from the embedding too, through autograd, so it goes there as a whole.
+    tied = f"{name}.weight" in {*model.ties, *model.ties.values()}
+    training = recipe.training
+    tokens = training.micro_batch_size * training.seq_len
+    return HeadLoss(
+        head,
+        mesh["tp"],
+        sequence_sharded=recipe.parallel.sequence_parallel,
+        chunk_tokens=-(-tokens // training.loss_chunks) if training.loss_chunks else None,
+        weight_sink=None if tied else optimizer.gradient_sink(head.weight),
+    )
 
 
 def layout_of(recipe: Recipe) -> Layout:

@@ -63,7 +63,7 @@ class LlamaConfig:
 
 
 # What runs where when the model is split into pipeline stages.
-STAGES = StageLayout(layers="layers", first=("embed_tokens",), last=("norm", "lm_head"))
+STAGES = StageLayout(layers="layers", first=("embed_tokens",), last=("norm", "lm_head"), head="lm_head")
 
 
 def tensor_parallel_plan(sequence_parallel: bool = True, *, qk_norm: bool = False) -> dict[str, ParallelStyle]:
@@ -105,7 +105,7 @@ def tensor_parallel_plan(sequence_parallel: bool = True, *, qk_norm: bool = Fals
         plan |= {
             "layers.*.input_layernorm": SequenceParallel(),
             "layers.*.post_attention_layernorm": SequenceParallel(),
-            "norm": SequenceParallel(),
+            "norm": SequenceParallel(use_local_output=True),
         }
     return plan
 
@@ -186,6 +186,7 @@ class Llama(nn.Module):
     embed_tokens: nn.Embedding | None
     norm: RMSNorm | None
     lm_head: nn.Linear | None
+    head_in_loss: bool = False  # forward stops before lm_head, which the loss applies a chunk of tokens at a time
     sequence_shards: int = 1  # ranks that share a sequence under sequence parallelism; set where it is applied
 
     def __init__(self, config: LlamaConfig, attend: Attend = causal_attention) -> None:
@@ -221,7 +222,7 @@ class Llama(nn.Module):
             x = layer(x, rope, mask)
         if self.norm is not None:
             x = self.norm(x)
-        if self.lm_head is not None:
+        if self.lm_head is not None and not self.head_in_loss:
             x = self.lm_head(x if last is None else x[torch.arange(len(x), device=x.device), last][:, None])
         return x
 

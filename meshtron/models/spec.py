@@ -22,6 +22,9 @@ class StageLayout:
     """Parts that only the first stage has."""
     last: tuple[str, ...] = ()
     """Parts that only the last stage has."""
+    head: str = ""
+    """A bias-free ``nn.Linear`` from hidden states to logits that the loss may apply itself; the model then has an
+    attribute ``head_in_loss`` that makes its forward pass stop before it. Empty for none."""
 
 
 class ModelSpec(Protocol):
