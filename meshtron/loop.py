@@ -1,8 +1,8 @@
 """The training loop: batches in, steps, and what is written down about them."""
 
 import logging
-import time
 from contextlib import closing, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from meshtron.metrics import MetricsWriter, StepMetrics, memory_gib, peak_flops
 from meshtron.optim import set_learning_rate
 from meshtron.recipe import Recipe, dump_recipe
 from meshtron.resume import Progress, resume, save, seed_rng
+from meshtron.timing import Stopwatch, profiler, scheduled_garbage_collection
 
 log = logging.getLogger(__name__)
 
@@ -53,27 +54,49 @@ def train(recipe: Recipe) -> Progress:
     return progress
 
 
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a step gives, on the device: reading it waits for the step to end."""
+
+    loss: Tensor
+    """Mean loss over the valid tokens of the global batch."""
+    grad_norm: Tensor
+    """Global gradient norm before clipping."""
+    lr: float
+    data_wait_s: float
+
+
 def run_steps(job: Job, stream: TrainStream, checkpointer: Checkpointer, progress: Progress) -> None:
     """Take every step that is left, logging, validating and saving as the recipe says."""
     recipe = job.recipe
+    folder = Path(recipe.run.dir)
     interval, last = recipe.checkpoint.interval, recipe.training.steps
     held_out = open_validation(recipe, job.mesh, job.device) if recipe.validation.interval else None
-    with open_metrics(job, progress) as metrics:
+    stopwatch = Stopwatch()
+    with (
+        open_metrics(job, progress) as metrics,
+        scheduled_garbage_collection() as collect,
+        profiler(recipe.profile.steps, folder) as profile,
+    ):
         while progress.step < last:
-            record = train_step(job, stream, progress)
+            profile(progress.step + 1)
+            outcome = train_step(job, stream, progress)
+            stopwatch.count(outcome.data_wait_s)
             extra = {}
             if held_out is not None and progress.step % recipe.validation.interval == 0:
-                extra["val_loss"] = validate(job, held_out)
+                with stopwatch.stopped(job.device):
+                    extra["val_loss"] = validate(job, held_out)
             if metrics is not None and (progress.step % recipe.metrics.log_interval == 0 or progress.step == last):
-                metrics.log(record, **extra)
+                metrics.log(measure(job, outcome, progress, stopwatch), **extra)
             if progress.step == last or (interval and progress.step % interval == 0):
-                save(job, checkpointer, progress)
+                with stopwatch.stopped(job.device):
+                    save(job, checkpointer, progress)
+            collect(progress.step)
 
 
-def train_step(job: Job, stream: TrainStream, progress: Progress) -> StepMetrics:
-    """One optimizer step; returns what the log says about it."""
+def train_step(job: Job, stream: TrainStream, progress: Progress) -> Outcome:
+    """One optimizer step; the host does not wait for the device."""
     training = job.recipe.training
-    started = time.perf_counter()
     batch = stream.batch(progress.samples)
 
     rate = job.learning_rate.at(progress.step)
@@ -85,6 +108,14 @@ def train_step(job: Job, stream: TrainStream, progress: Progress) -> StepMetrics
     progress.step += 1
     progress.samples += training.global_batch_size
     progress.tokens += training.global_batch_size * training.seq_len
+    return Outcome(loss=loss, grad_norm=norm, lr=rate, data_wait_s=stream.wait_s)
+
+
+def measure(job: Job, outcome: Outcome, progress: Progress, stopwatch: Stopwatch) -> StepMetrics:
+    """What the log says about the steps since it was last asked: the last one's loss, and means of times."""
+    training = job.recipe.training
+    loss, norm = outcome.loss.item(), outcome.grad_norm.item()  # waits for the device: only now is the time known
+    step_s, data_wait_s = stopwatch.lap()
     return StepMetrics.measured(
         step_tokens=training.global_batch_size * training.seq_len,
         num_devices=world.world_size(),
@@ -93,12 +124,12 @@ def train_step(job: Job, stream: TrainStream, progress: Progress) -> StepMetrics
         step=progress.step,
         tokens=progress.tokens,
         samples=progress.samples,
-        loss=loss.item(),
-        grad_norm=norm.item(),
-        lr=rate,
+        loss=loss,
+        grad_norm=norm,
+        lr=outcome.lr,
         memory_gib=memory_gib(job.device),
-        data_wait_s=stream.wait_s,
-        step_s=time.perf_counter() - started,
+        data_wait_s=data_wait_s,
+        step_s=step_s,
     )
 
 
