@@ -3,6 +3,9 @@ VENV   ?= .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# On Linux PyPI's torch is the CUDA build. Without a GPU, torch's own index of CPU builds saves gigabytes:
+#   make install TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
 
 .PHONY: help install check test demo clean
 help:
@@ -10,10 +13,10 @@ help:
 
 install: $(STAMP) ## create the virtual environment with pinned versions
 
-# torch first and by exact version: an open range would pull a CUDA build of several GB onto a CPU machine.
+# torch first and by exact version, so that nothing later brings another build of it.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet $$(grep '^torch==' constraints.txt)
+	$(BIN)/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $$(grep '^torch==' constraints.txt)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 
@@ -25,5 +28,8 @@ check: $(STAMP) ## format, lint and types
 test: $(STAMP) ## the whole suite, on CPU
 	OMP_NUM_THREADS=1 $(BIN)/pytest
 
-clean: ## remove caches and the demo's output
-	rm -rf demo .pytest_cache .mypy_cache .ruff_cache
+demo: $(STAMP) ## prepare data, train on 4 ranks, stop, resume at another layout, generate: about 5 minutes on 2 cores
+	$(BIN)/python examples/demo.py
+
+clean: ## remove caches and the demo's output; prepared data stays
+	rm -rf runs/demo runs/demo.log .pytest_cache .mypy_cache .ruff_cache

@@ -116,7 +116,15 @@ def build_job(recipe: Recipe, device: torch.device) -> Job:
 
 
 def build_model(recipe: Recipe, mesh: DeviceMesh, device: torch.device) -> Model:
-    """This rank's stages: meta model -> checked plan -> stages -> tensor parallel shards -> memory -> weights."""
+    """This rank's stages with initial weights."""
+    model = place_model(recipe, mesh, device)
+    std = model.spec.init_std(model_section(recipe))
+    init_weights(model.stages, seed=recipe.run.seed, std=std, ties=model.ties)
+    return model
+
+
+def place_model(recipe: Recipe, mesh: DeviceMesh, device: torch.device) -> Model:
+    """This rank's stages without values: meta model -> checked plan -> stages -> tensor parallel shards -> memory."""
     section, parallel = model_section(recipe), recipe.parallel
     spec = model_spec(recipe.model.family)
     plan = spec.plan(section, parallel.sequence_parallel)
@@ -124,6 +132,7 @@ def build_model(recipe: Recipe, mesh: DeviceMesh, device: torch.device) -> Model
         whole = spec.build(section)
     check_plan(whole, plan, parallel.tp, uneven=spec.uneven)
     ties = find_ties(whole)
+    shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}  # before ties are pulled apart
     stages = split_stages(
         whole, mesh["pp"], spec.stages, schedule=parallel.schedule, stages_per_rank=parallel.stages_per_rank
     )
@@ -133,8 +142,6 @@ def build_model(recipe: Recipe, mesh: DeviceMesh, device: torch.device) -> Model
         apply_tensor_parallel(stage, mesh["tp"], plan)
         stage.sequence_shards = sequence_shards(recipe)  # type: ignore[assignment]
     materialize(stages, device, dtype_of(recipe.training.param_dtype), ties)
-    init_weights(stages, seed=recipe.run.seed, std=spec.init_std(section), ties=ties)
-    shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
     return Model(spec=spec, stages=stages, ties=ties, shapes=shapes)
 
 

@@ -15,6 +15,7 @@ import typer
 
 from meshtron.data import cli as data_cli
 from meshtron.errors import MeshtronError
+from meshtron.generate import cli as generate_cli
 from meshtron.launch import reported_errors
 from meshtron.recipe import Recipe, load_recipe, recipe_schema
 
@@ -38,15 +39,27 @@ Overrides = Annotated[
 
 def main() -> None:
     """The ``meshtron`` program; exits with status 0 only when all that was asked for was done."""
+    _run(app, "meshtron")
+
+
+def generate_main() -> None:
+    """Body of generate.py: ``CHECKPOINT --prompt TEXT [key=value ...]``, as ``meshtron generate``."""
+    set_up_logging()
+    program = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    program.command()(generate_cli.generate)
+    _run(program, "generate.py")
+
+
+def _run(program: typer.Typer, name: str) -> None:
     sys.path.insert(0, os.getcwd())  # where a recipe's own model family is looked for, as with python -m
     with reported_errors():
         try:
-            status = app(standalone_mode=False)
+            status = program(standalone_mode=False)
         except _UsageError as error:
             message = error.format_message()
             if not message:  # no command was given, and the help has been printed
                 sys.exit(2)
-            raise MeshtronError(f"{message} (see meshtron --help)") from None
+            raise MeshtronError(f"{message} (see {name} --help)") from None
         except typer.Abort:
             status = 130
         sys.exit(status)
@@ -77,6 +90,7 @@ def set_up_logging() -> None:
 
 
 app.command()(data_cli.prepare)
+app.command()(generate_cli.generate)
 
 
 @app.command()
@@ -98,6 +112,35 @@ def check(
 def schema() -> None:
     """Print the JSON schema of a recipe, for editors."""
     print(json.dumps(recipe_schema(), indent=2))
+
+
+@app.command()
+def parity(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    layouts: Annotated[
+        str, typer.Option(help="pp x dp x tp, separated by commas; the first is the reference.")
+    ] = "1x1x1,1x1x2,1x2x1,2x1x1",
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each run.")] = 3,
+    dtype: Annotated[str, typer.Option(help="float64 tells mistakes from rounding; or float32.")] = "float64",
+    schedules: Annotated[
+        str, typer.Option(help="Pipeline schedules, separated by commas. Default: the recipe's.", show_default=False)
+    ] = "",
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write all figures to this file.", show_default=False)
+    ] = None,
+) -> None:
+    """Train a few steps at several layouts and compare losses, norms, every gradient and every weight."""
+    from meshtron.parity import compare_recipe, parse_variants, print_report
+
+    loaded = load_recipe(recipe, overrides or [])
+    variants = parse_variants(layouts, schedules or loaded.parallel.schedule)
+    report = compare_recipe(loaded, variants, steps=steps, dtype=dtype)
+    print_report(report)
+    if json_path is not None:
+        json_path.write_text(json.dumps(report.as_dict(), indent=2), encoding="utf-8")
+    if not report.equal:
+        raise MeshtronError("the numbers depend on the layout; docs/parity.md says how to go on")
 
 
 def _print_summary(name: str, recipe: Recipe) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-VOCAB = 131  # odd, so that a split over the vocabulary is uneven
+VOCAB = 263  # a prime, so that a split over the vocabulary is uneven
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,

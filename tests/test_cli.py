@@ -161,3 +161,13 @@ def test_train_script_refuses_a_recipe_before_torch_is_imported(tmp_path):
     assert ended.stdout == "False\n"
     assert all(line.startswith("error: ") for line in ended.stderr.splitlines())
     assert f'error: {recipe}: model.hiden_size: unknown key; did you mean "hidden_size"?' in ended.stderr
+
+
+def test_the_readme_shows_what_is_really_printed(run, monkeypatch):
+    root = RECIPES.parent
+    monkeypatch.chdir(root)
+    blocks = (root / "README.md").read_text().split("```")
+    (block,) = [block for block in blocks if "$ meshtron" in block]
+    for example in block.strip().split("$ meshtron ")[1:]:
+        command, *shown = example.strip().splitlines()
+        assert run(*command.split())[2].splitlines() == shown

@@ -22,7 +22,6 @@ def _place(case: str) -> PlacedModel:
     model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in theirs.state_dict().items()})
     return PlacedModel(
         stages=[model],
-        mesh=None,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         max_length=config.max_position_embeddings,
@@ -59,8 +58,8 @@ def test_a_prompt_of_the_greatest_length_gets_one_token_and_longer_ones_are_refu
         generate(model, [prompt, [*prompt, 5]], max_new_tokens=1)
     with pytest.raises(DataError, match="prompt 1 of 1 has no tokens"):
         generate(model, [[]], max_new_tokens=1)
-    with pytest.raises(DataError, match="token 131, but the model's vocabulary has 131"):
-        generate(model, [[131]], max_new_tokens=1)
+    with pytest.raises(DataError, match="token 263, but the model's vocabulary has 263"):
+        generate(model, [[263]], max_new_tokens=1)
 
 
 def test_rows_end_one_by_one() -> None:

@@ -25,8 +25,10 @@ class PlacedModel:
 
     stages: Sequence[nn.Module]
     """This rank's stages, in model order."""
-    mesh: DeviceMesh | None
-    """Mesh with axes pp and tp among others; None for one process."""
+    pp_mesh: DeviceMesh | None = None
+    """Ranks that the stages are spread over; None for one process."""
+    tp_mesh: DeviceMesh | None = None
+    """Ranks that share each layer; None for one process."""
     vocab_size: int
     """Rows of the whole embedding."""
     hidden_size: int
@@ -49,17 +51,16 @@ class PlacedModel:
     def last_logits(self, inputs: Tensor, positions: Tensor, step: CacheStep | None, last: Tensor) -> Tensor | None:
         """Logits of one token a row, (batch, vocabulary), on the ranks of the last stage; None on others."""
         arguments = {"positions": positions, "mask": step, "last": last}
-        if self.mesh is None:
+        if self.pp_mesh is None:
             return self.stages[0](inputs, **arguments)[:, 0]
         hidden = torch.empty(*inputs.shape, self.hidden_size, dtype=self.dtype, device="meta")
-        logits = forward_stages(self.stages, self.mesh["pp"], self.schedule, inputs, hidden, **arguments)
+        logits = forward_stages(self.stages, self.pp_mesh, self.schedule, inputs, hidden, **arguments)
         return None if logits is None else self._gather_vocabulary(logits[:, 0])
 
     def _gather_vocabulary(self, logits: Tensor) -> Tensor:
         """Whole rows from this tp rank's columns, which may be fewer on the last ranks."""
-        assert self.mesh is not None
-        tp = self.mesh["tp"]
-        if tp.size() == 1:
+        tp = self.tp_mesh
+        if tp is None or tp.size() == 1:
             return logits
         sizes = [len(shard_range(self.vocab_size, tp.size(), rank)) for rank in range(tp.size())]
         padded = logits.new_zeros(len(logits), sizes[0])
@@ -72,14 +73,11 @@ class PlacedModel:
         """The tokens that the first tp rank of the last stage chose, on every rank."""
         if tokens is None:
             tokens = torch.empty(batch, dtype=torch.int64, device=self.device)
-        if self.mesh is None:
-            return tokens
-        tp, pp = self.mesh["tp"], self.mesh["pp"]
-        if tp.size() > 1:
-            dist.broadcast(tokens, dist.get_global_rank(tp.get_group(), 0), group=tp.get_group())
-        if pp.size() > 1:
-            source = self._last_stage_rank(pp.size())
-            dist.broadcast(tokens, dist.get_global_rank(pp.get_group(), source), group=pp.get_group())
+        tp, pp = self.tp_mesh, self.pp_mesh
+        if tp is not None and tp.size() > 1:
+            dist.broadcast(tokens, group=tp.get_group(), group_src=0)
+        if pp is not None and pp.size() > 1:
+            dist.broadcast(tokens, group=pp.get_group(), group_src=self._last_stage_rank(pp.size()))
         return tokens
 
     def _last_stage_rank(self, pp: int) -> int:
@@ -118,7 +116,7 @@ def generate(
         DataError: a prompt has no token, one outside the vocabulary, or more than the model's length.
     """
     sampling = sampling or Sampling()
-    _check_prompts(model, prompts)
+    check_prompts(prompts, model.vocab_size, model.max_length)
     if max_new_tokens < 1 or not prompts:
         return [[] for _ in prompts]
     rows = range(len(prompts)) if rows is None else rows
@@ -153,19 +151,20 @@ def generate(
     return [sequence[len(prompt) :] for sequence, prompt in zip(sequences, prompts, strict=True)]
 
 
-def _check_prompts(model: PlacedModel, prompts: Sequence[Sequence[int]]) -> None:
+def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, max_length: int) -> None:
+    """Raise DataError for a prompt that has no token, one outside the vocabulary, or more than ``max_length``."""
     for number, prompt in enumerate(prompts):
         where = f"prompt {number + 1} of {len(prompts)}"
         if not prompt:
             raise DataError(f"{where} has no tokens: give it some text, since the tokenizer adds none at the start")
-        if len(prompt) > model.max_length:
+        if len(prompt) > max_length:
             raise DataError(
-                f"{where} has {len(prompt)} tokens, but the model takes at most {model.max_length} "
+                f"{where} has {len(prompt)} tokens, but the model takes at most {max_length} "
                 "(max_position_embeddings): shorten it"
             )
-        if max(prompt) >= model.vocab_size or min(prompt) < 0:
+        if max(prompt) >= vocab_size or min(prompt) < 0:
             raise DataError(
-                f"{where} has token {max(prompt)}, but the model's vocabulary has {model.vocab_size}: "
+                f"{where} has token {max(prompt)}, but the model's vocabulary has {vocab_size}: "
                 "the tokenizer belongs to another model"
             )
 

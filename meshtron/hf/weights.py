@@ -6,14 +6,14 @@ touched. Names are LlamaForCausalLM's, which are meshtron's with ``model.`` befo
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshtron.errors import CheckpointError
 from meshtron.parallel.placement import local_part, slices_of
@@ -147,28 +147,27 @@ def check_weights(files: WeightFiles, shapes: Mapping[str, torch.Size], ties: Ma
 
 
 @torch.no_grad()
-def load_weights(stages: Iterable[nn.Module], files: WeightFiles, ties: Mapping[str, str]) -> None:
-    """Fill this rank's parameters from the files, reading nothing but their slices.
+def load_weights(tensors: Mapping[str, Tensor], files: WeightFiles, ties: Mapping[str, str]) -> None:
+    """Fill this rank's tensors from the files, reading nothing but their slices.
 
     Args:
-        stages: this rank's part of the model, with parameters that have memory; DTensors get their shard.
+        tensors: our name -> tensor with memory, tied ones under their first name; DTensors get their shard.
         files: checked by ``check_weights`` against the whole model.
         ties: later name -> first name of tied parameters.
 
     Raises:
         CheckpointError: the files hold two different tensors for tied parameters.
     """
-    for stage in stages:
-        for name, parameter in stage.named_parameters():
-            first, slices = ties.get(name, name), slices_of(parameter)
-            part = files.read(hf_name(first), slices)
-            for alias in (hf_name(alias) for alias, canonical in ties.items() if canonical == first):
-                if alias in files.shapes and not torch.equal(files.read(alias, slices), part):
-                    raise CheckpointError(
-                        f"{files.folder}: tie_word_embeddings is true, but {alias} differs from {hf_name(first)}; "
-                        "to keep both set tie_word_embeddings to false in config.json, else remove the first"
-                    )
-            local_part(parameter).copy_(part)
+    for name, tensor in tensors.items():
+        slices = slices_of(tensor)
+        part = files.read(hf_name(name), slices)
+        for alias in (hf_name(alias) for alias, first in ties.items() if first == name):
+            if alias in files.shapes and not torch.equal(files.read(alias, slices), part):
+                raise CheckpointError(
+                    f"{files.folder}: tie_word_embeddings is true, but {alias} differs from {hf_name(name)}; "
+                    "to keep both set tie_word_embeddings to false in config.json, else remove the first"
+                )
+        local_part(tensor).copy_(part)
 
 
 def save_weights(

@@ -542,6 +542,11 @@ class ZeroOptimizer:
         """
         return {piece.name: self._as_global(piece, piece.master) for piece in self._pieces}
 
+    def gradients(self) -> dict[str, Tensor]:
+        """Reduced gradients of this step by parameter name, laid out like ``masters``; gone after ``step``."""
+        self.reduce_gradients()
+        return {piece.name: self._as_global(piece, piece.gradient) for piece in self._pieces}
+
     def state_dict(self) -> dict[str, Tensor]:
         """Optimizer state as ``"<state>.<parameter name>"``, sharing memory with the optimizer.
 
