@@ -4,11 +4,10 @@
 once. Both answer ``batch(samples)``. Ranks that share a dp rank (tp and pp peers) get the same batch.
 """
 
-import queue
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -88,7 +87,8 @@ class TrainStream:
         seed: of the order.
         dp_rank: which part of each global batch this rank gets.
         dp_size: in how many equal parts a global batch is divided.
-        prefetch: batches kept ready.
+        prefetch: batches kept ready, or being built.
+        workers: threads that build them; more than one calls datasets from several threads.
         pin_memory: whether batches lie in page-locked memory, for copies to a GPU that overlap with
         computation.
 
@@ -106,6 +106,7 @@ class TrainStream:
         dp_rank: int = 0,
         dp_size: int = 1,
         prefetch: int = 4,
+        workers: int = 1,
         pin_memory: bool = False,
     ) -> None:
         check_stages(stages, global_batch_size)
@@ -115,7 +116,15 @@ class TrainStream:
         self.order = Order(
             [_stage_sources(stage) for stage in stages], global_batch_size=global_batch_size, seed=seed
         )
-        self._prefetcher = _Prefetcher(self._build, global_batch_size, prefetch, pin_memory)
+        is_stream = any(not isinstance(source.dataset, Dataset) for stage in stages for source in stage.sources)
+        self._prefetcher = _Prefetcher(
+            self._build,
+            step=global_batch_size,
+            depth=prefetch,
+            workers=1 if is_stream else workers,  # a stream has one position
+            pin_memory=pin_memory,
+            end=None,
+        )
 
     def stage(self, samples: int) -> Stage:
         """The stage that the batch starting at ``samples`` belongs to."""
@@ -131,7 +140,7 @@ class TrainStream:
         return self._prefetcher.wait_s
 
     def close(self) -> None:
-        """End the background thread."""
+        """End the background threads."""
         self._prefetcher.close()
 
     def __enter__(self) -> "TrainStream":
@@ -188,7 +197,14 @@ class ValidationSet:
         self.num_samples = int(self._ends[-1])
         if max_samples:
             self.num_samples = min(self.num_samples, max_samples)
-        self._pin_memory = pin_memory
+        self._prefetcher = _Prefetcher(
+            self._build,
+            step=global_batch_size,
+            depth=2,
+            workers=1,
+            pin_memory=pin_memory,
+            end=self.num_samples,
+        )
 
     def starts(self) -> range:
         """The values of ``samples`` that cover the set."""
@@ -196,9 +212,14 @@ class ValidationSet:
 
     def batch(self, samples: int) -> Batch:
         """This rank's part of the global batch [samples, samples + global_batch_size)."""
-        rows = [self._row(samples + self._offset + row) for row in range(self._local)]
-        batch = _collate(rows)
-        return batch.pinned() if self._pin_memory else batch
+        return self._prefetcher.get(samples)
+
+    def close(self) -> None:
+        """End the background thread."""
+        self._prefetcher.close()
+
+    def _build(self, samples: int) -> Batch:
+        return _collate([self._row(samples + self._offset + row) for row in range(self._local)])
 
     def _row(self, number: int) -> Sample:
         if number < self.num_samples:
@@ -289,62 +310,54 @@ def _collate(rows: Sequence[Sample]) -> Batch:
 
 
 class _Prefetcher:
-    """One thread that builds batches ahead; a batch that is asked for out of turn restarts it there."""
+    """Builds the batches behind the one asked for last, in threads; asking out of turn starts again there.
 
-    def __init__(self, build: Callable[[int], Batch], step: int, depth: int, pin_memory: bool) -> None:
+    Threads are enough: reading a map and copying rows release the interpreter, and a thread that waits for a disk
+    or a network holds up nobody.
+    """
+
+    def __init__(
+        self, build: Callable[[int], Batch], *, step: int, depth: int, workers: int, pin_memory: bool, end: int | None
+    ) -> None:
         self._build = build
         self._step = step
-        self._depth = max(1, depth)
+        self._depth = depth
+        self._workers = workers
         self._pin_memory = pin_memory
-        self._thread: threading.Thread | None = None
-        self._stop = threading.Event()
-        self._ready: queue.Queue[tuple[int, Batch | BaseException]] = queue.Queue()
-        self._next = -1
+        self._end = end
+        self._pool: ThreadPoolExecutor | None = None
+        self._pending: deque[tuple[int, Future[Batch]]] = deque()
         self.wait_s = 0.0
 
     def get(self, samples: int) -> Batch:
         started = time.perf_counter()
-        if samples != self._next or self._thread is None:
-            self._restart(samples)
-        _, found = self._ready.get()
-        self.wait_s = time.perf_counter() - started
-        if isinstance(found, BaseException):
+        if not self._pending or self._pending[0][0] != samples:
             self.close()
-            raise found
-        self._next = samples + self._step
-        return found
+            self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="meshtron-data")
+            self._submit(samples)
+        following = self._pending[-1][0] + self._step
+        while len(self._pending) <= self._depth and (self._end is None or following < self._end):
+            self._submit(following)
+            following += self._step
+        _, first = self._pending.popleft()
+        try:
+            batch = first.result()
+        except BaseException:
+            self.close()
+            raise
+        self.wait_s = time.perf_counter() - started
+        return batch
 
-    def _restart(self, samples: int) -> None:
-        self.close()
-        self._stop = threading.Event()
-        self._ready = queue.Queue(self._depth)
-        self._thread = threading.Thread(
-            target=self._run, args=(samples, self._ready, self._stop), daemon=True, name="meshtron-data"
-        )
-        self._thread.start()
+    def _submit(self, samples: int) -> None:
+        assert self._pool is not None
+        self._pending.append((samples, self._pool.submit(self._make, samples)))
 
-    def _run(self, samples: int, ready: queue.Queue, stop: threading.Event) -> None:
-        while not stop.is_set():
-            try:
-                batch = self._build(samples)
-                found: Batch | BaseException = batch.pinned() if self._pin_memory else batch
-            except BaseException as error:  # handed to the caller of get, who raises it
-                found = error
-            while not stop.is_set():
-                try:
-                    ready.put((samples, found), timeout=1.0)
-                    break
-                except queue.Full:
-                    continue
-            if isinstance(found, BaseException):
-                return
-            samples += self._step
+    def _make(self, samples: int) -> Batch:
+        batch = self._build(samples)
+        return batch.pinned() if self._pin_memory else batch
 
     def close(self) -> None:
-        self._stop.set()
-        while self._thread is not None and self._thread.is_alive():
-            with suppress(queue.Empty):  # makes room for a thread that waits to put
-                self._ready.get_nowait()
-            self._thread.join(0.01)
-        self._thread = None
-        self._next = -1
+        self._pending.clear()
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+        self._pool = None
