@@ -91,6 +91,7 @@ def set_up_logging() -> None:
 
 app.command()(data_cli.prepare)
 app.command()(generate_cli.generate)
+app.add_typer(data_cli.app, name="data")
 
 
 @app.command()

@@ -9,10 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshtron.data.formats import open_source, open_tokens
+    from meshtron.data.formats import open_tokens
     from meshtron.data.loader import Batch, Source, Stage, TrainStream, ValidationSet
     from meshtron.data.prepare import PrepareOptions, prepare_corpus
     from meshtron.data.samples import Dataset, Sample, StreamDataset, Windows
+    from meshtron.data.sources import open_source
     from meshtron.data.tokenizer import end_of_text_id, load_tokenizer
 
 _HOMES = {
@@ -28,7 +29,7 @@ _HOMES = {
     "Windows": "samples",
     "end_of_text_id": "tokenizer",
     "load_tokenizer": "tokenizer",
-    "open_source": "formats",
+    "open_source": "sources",
     "open_tokens": "formats",
     "prepare_corpus": "prepare",
 }

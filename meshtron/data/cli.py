@@ -1,5 +1,6 @@
 """``meshtron prepare`` and ``meshtron data``."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +12,8 @@ from meshtron.data.documents import DEFAULT_EXCLUDE, DEFAULT_INCLUDE, Selection
 if TYPE_CHECKING:
     from meshtron.data.prepare import PrepareOptions
     from meshtron.data.shards import Header
+
+_LINE_INTERVAL_S = 10.0  # between lines of progress where no bar can be drawn
 
 
 def prepare(
@@ -95,12 +98,19 @@ def _run(sources: list[str], out: Path, options: "PrepareOptions") -> None:
         TextColumn("{task.percentage:>3.0f}%  {task.fields[text]}"),
         TimeElapsedColumn(),
         console=console,
+        transient=True,
+        disable=not console.is_terminal,
     )
     with bar:
         task = bar.add_task("reading", total=None, text="")
+        last_line = time.monotonic()
 
         def watch(state: State) -> None:
+            nonlocal last_line
             text = f"{state.text_bytes / 1e6:,.1f} MB, {state.num_tokens:,} tokens"
+            if not console.is_terminal and time.monotonic() - last_line > _LINE_INTERVAL_S:
+                console.print(f"{state.phase}: {text}", markup=False)
+                last_line = time.monotonic()
             bar.update(
                 task, description=state.phase, total=state.total_bytes or None, completed=state.done_bytes, text=text
             )
@@ -126,3 +136,48 @@ def _summary(header: "Header", out: Path, selection: Selection) -> list[str]:
         f"files left out by name ({' '.join(selection.exclude)})": len(selection.left_out),
     }
     return lines + [f"{number:,} {what}" for what, number in left_out.items() if number]
+
+
+app = typer.Typer(help="Look into folders of tokens.", no_args_is_help=True)
+
+TokenPath = Annotated[Path, typer.Argument(metavar="DIR", help="A folder of tokens.", show_default=False)]
+
+
+@app.command()
+def show(
+    path: TokenPath,
+    samples: Annotated[int, typer.Option(min=0, help="Documents to print.")] = 3,
+    seed: Annotated[int, typer.Option(help="Picks the documents.")] = 0,
+) -> None:
+    """Print counts, document lengths and a few documents."""
+    from meshtron.data.formats import open_tokens
+    from meshtron.data.inspect import length_histogram, sample_documents
+    from meshtron.data.shards import HEADER, Header
+
+    tokens = open_tokens(path)
+    print(f"{path}: {tokens.num_tokens:,} tokens, {len(tokens.document_ends):,} documents, {tokens.dtype.name}")
+    if (path / HEADER).is_file():
+        header = Header.read(path)
+        print(f"vocabulary {header.vocab_size:,}, separator {header.eos_id}, tokenizer {header.tokenizer_hash[:16]}")
+        print(f"from {', '.join(header.sources)}")
+        print(", ".join(f"{count:,} {what}" for what, count in header.counts.items()))
+    bins = length_histogram(tokens)
+    most = max((part.num_documents for part in bins), default=1)
+    if bins:
+        print(f"\n{'tokens':>21}  {'documents':>12}")
+    for part in bins:
+        bar = "█" * round(40 * part.num_documents / most)
+        print(f"{part.low:>9,} to {part.high - 1:>8,}  {part.num_documents:>12,}  {bar}")
+    for number, text in sample_documents(path, samples, seed):
+        print(f"\n--- document {number}\n{text}")
+
+
+@app.command()
+def verify(path: TokenPath) -> None:
+    """Check sizes, ids, separators and index; exits with status 1 and the place when something is wrong."""
+    from meshtron.data.inspect import verify as verify_tokens
+
+    folders = [path, path / "validation"]
+    for folder in folders[: 1 + folders[1].is_dir()]:
+        for line in verify_tokens(folder):
+            print(f"{folder}: {line}")

@@ -17,7 +17,7 @@ from meshtron.data.shards import DTYPES, dtype_name
 from meshtron.data.tokenizer import plain
 
 # Longer documents are tokenized in pieces, because an Encoding takes some 200 bytes a token.
-PIECE_CHARACTERS = 1 << 18
+PIECE_CHARACTERS = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
