@@ -95,14 +95,6 @@ def build_job(recipe: Recipe, device: torch.device) -> Job:
         output=boundary.hidden if isinstance(loss_fn, HeadLoss) else logits_like(recipe, mesh, boundary),
         after_weight_pass=optimizer.collect,
     )
-    learning_rate = LearningRate(
-        peak=optim.lr,
-        total_steps=training.steps,
-        kind=recipe.lr_schedule.kind,
-        warmup_steps=recipe.lr_schedule.warmup_steps,
-        decay_steps=recipe.lr_schedule.decay_steps,
-        min_lr_ratio=recipe.lr_schedule.min_lr_ratio,
-    )
     return Job(
         recipe=recipe,
         mesh=mesh,
@@ -110,7 +102,7 @@ def build_job(recipe: Recipe, device: torch.device) -> Job:
         model=model,
         loss_fn=loss_fn,
         optimizer=optimizer,
-        learning_rate=learning_rate,
+        learning_rate=learning_rate_of(recipe),
         runner=runner,
     )
 
@@ -191,6 +183,18 @@ def build_loss(recipe: Recipe, mesh: DeviceMesh, model: Model, optimizer: ZeroOp
         sequence_sharded=recipe.parallel.sequence_parallel,
         chunk_tokens=-(-tokens // training.loss_chunks) if training.loss_chunks else None,
         weight_sink=None if tied else optimizer.gradient_sink(head.weight),
+    )
+
+
+def learning_rate_of(recipe: Recipe) -> LearningRate:
+    """The learning rate of every step of a recipe."""
+    return LearningRate(
+        peak=recipe.optimizer.lr,
+        total_steps=recipe.training.steps,
+        kind=recipe.lr_schedule.kind,
+        warmup_steps=recipe.lr_schedule.warmup_steps,
+        decay_steps=recipe.lr_schedule.decay_steps,
+        min_lr_ratio=recipe.lr_schedule.min_lr_ratio,
     )
 
 

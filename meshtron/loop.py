@@ -1,6 +1,7 @@
 """The training loop: batches in, steps, and what is written down about them."""
 
 import logging
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,14 @@ from meshtron import world
 from meshtron.build import Job, build_job, model_section
 from meshtron.checkpoint import Checkpointer
 from meshtron.data import Batch, TrainStream, ValidationSet
+from meshtron.errors import MeshtronError
 from meshtron.feed import open_training, open_validation
 from meshtron.loss import IGNORE
 from meshtron.metrics import MetricsWriter, StepMetrics, memory_gib, peak_flops
 from meshtron.optim import set_learning_rate
 from meshtron.recipe import Recipe, dump_recipe
 from meshtron.resume import Progress, resume, save, seed_rng
+from meshtron.stopping import StopRequests
 from meshtron.timing import Stopwatch, profiler, scheduled_garbage_collection
 
 log = logging.getLogger(__name__)
@@ -39,6 +42,7 @@ def train(recipe: Recipe) -> Progress:
         if world.rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
         with (
+            StopRequests(folder / "STOP") as stop,
             closing(open_training(recipe, job.mesh, device)) as stream,
             Checkpointer(
                 folder / "checkpoints",
@@ -50,13 +54,13 @@ def train(recipe: Recipe) -> Progress:
             progress = resume(job, checkpointer)
             if world.rank() == 0:
                 (folder / "recipe.toml").write_text(dump_recipe(recipe), encoding="utf-8")
-            run_steps(job, stream, checkpointer, progress)
+            run_steps(job, stream, checkpointer, progress, stop)
     return progress
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a step gives, on the device: reading it waits for the step to end."""
+    """What a step gives, on the device."""
 
     loss: Tensor
     """Mean loss over the valid tokens of the global batch."""
@@ -66,8 +70,15 @@ class Outcome:
     data_wait_s: float
 
 
-def run_steps(job: Job, stream: TrainStream, checkpointer: Checkpointer, progress: Progress) -> None:
-    """Take every step that is left, logging, validating and saving as the recipe says."""
+def run_steps(
+    job: Job, stream: TrainStream, checkpointer: Checkpointer, progress: Progress, stop: StopRequests
+) -> None:
+    """Take every step that is left, or until asked to stop, logging, validating and saving as the recipe says.
+
+    Raises:
+        CheckpointError: a checkpoint could not be written.
+        MeshtronError: too many steps in a row had a loss or gradient that is not finite.
+    """
     recipe = job.recipe
     folder = Path(recipe.run.dir)
     interval, last = recipe.checkpoint.interval, recipe.training.steps
@@ -80,7 +91,8 @@ def run_steps(job: Job, stream: TrainStream, checkpointer: Checkpointer, progres
     ):
         while progress.step < last:
             profile(progress.step + 1)
-            outcome = train_step(job, stream, progress)
+            outcome = train_step(job, stream, progress, lambda: stop.ask(checkpointer.failed))
+            check_skipped(job, outcome, progress, checkpointer)
             stopwatch.count(outcome.data_wait_s)
             extra = {}
             if held_out is not None and progress.step % recipe.validation.interval == 0:
@@ -88,22 +100,57 @@ def run_steps(job: Job, stream: TrainStream, checkpointer: Checkpointer, progres
                     extra["val_loss"] = validate(job, held_out)
             if metrics is not None and (progress.step % recipe.metrics.log_interval == 0 or progress.step == last):
                 metrics.log(measure(job, outcome, progress, stopwatch), **extra)
-            if progress.step == last or (interval and progress.step % interval == 0):
+            agreed = stop.agreed()
+            if agreed.save_failed:
+                checkpointer.wait()
+            stopping = agreed.stop and progress.step < last
+            due = progress.step == last or (interval and progress.step % interval == 0)
+            if due or (stopping and recipe.checkpoint.save_on_exit):
                 with stopwatch.stopped(job.device):
                     save(job, checkpointer, progress)
+            if stopping:
+                log.info("stopped as asked, after step %d of %d", progress.step, last)
+                return
             collect(progress.step)
 
 
-def train_step(job: Job, stream: TrainStream, progress: Progress) -> Outcome:
-    """One optimizer step; the host does not wait for the device."""
+def check_skipped(job: Job, outcome: Outcome, progress: Progress, checkpointer: Checkpointer) -> None:
+    """Log a step that was skipped; end the run after ``training.max_skipped_steps`` in a row."""
+    if not progress.skipped:
+        return
+    most = job.recipe.training.max_skipped_steps
+    found = f"step {progress.step}: loss {outcome.loss.item()}, gradient norm {outcome.grad_norm.item()}"
+    log.info("%s: skipped (%d in a row, %d end the run)", found, progress.skipped, most)
+    if progress.skipped >= most:
+        checkpointer.wait()
+        raise MeshtronError(
+            f"{found}; {progress.skipped} steps in a row were skipped (training.max_skipped_steps = {most}); the "
+            f"last whole checkpoint is {checkpointer.newest() or 'none'}"
+        )
+
+
+def train_step(
+    job: Job, stream: TrainStream, progress: Progress, after_backward: Callable[[], None] = lambda: None
+) -> Outcome:
+    """One optimizer step.
+
+    A step whose loss or gradient norm is not finite leaves weights and optimizer as they are. Both are the same
+    on every rank, so all ranks skip it.
+    """
     training = job.recipe.training
     batch = stream.batch(progress.samples)
 
     rate = job.learning_rate.at(progress.step)
     set_learning_rate(job.optimizer.param_groups, rate)
     loss = forward_backward(job, batch)
+    after_backward()
     norm = job.optimizer.clip_grad_norm(job.recipe.optimizer.grad_clip or None)
-    job.optimizer.step()
+    if torch.isfinite(loss + norm):  # waits for the device: the update may not begin before this is known
+        job.optimizer.step()
+        progress.skipped = 0
+    else:
+        job.optimizer.skip_step()
+        progress.skipped += 1
 
     progress.step += 1
     progress.samples += training.global_batch_size
@@ -114,7 +161,7 @@ def train_step(job: Job, stream: TrainStream, progress: Progress) -> Outcome:
 def measure(job: Job, outcome: Outcome, progress: Progress, stopwatch: Stopwatch) -> StepMetrics:
     """What the log says about the steps since it was last asked: the last one's loss, and means of times."""
     training = job.recipe.training
-    loss, norm = outcome.loss.item(), outcome.grad_norm.item()  # waits for the device: only now is the time known
+    loss, norm = outcome.loss.item(), outcome.grad_norm.item()
     step_s, data_wait_s = stopwatch.lap()
     return StepMetrics.measured(
         step_tokens=training.global_batch_size * training.seq_len,

@@ -1,16 +1,19 @@
 """A run's whole state into a checkpoint and out again, at this layout or another."""
 
 import logging
+import random
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 import meshtron
 from meshtron.build import Job, layout_of
-from meshtron.checkpoint import Checkpointer, find_step, load, read_rank_state, step_folder
+from meshtron.changes import changed_keys, check_same_model, log_changes
+from meshtron.checkpoint import Checkpointer, find_step, load, read_manifest, read_rank_state, step_folder
 from meshtron.errors import CheckpointError
 from meshtron.recipe import dump_recipe
 
@@ -32,6 +35,8 @@ class Progress:
     """Sequences consumed, over all ranks."""
     tokens: int = 0
     """Tokens of those sequences."""
+    skipped: int = 0
+    """Last steps in a row that were skipped because loss or gradient norm was not finite."""
 
 
 def weights_of(job: Job) -> dict[str, Tensor]:
@@ -63,37 +68,89 @@ def resume(job: Job, checkpointer: Checkpointer) -> Progress:
         CheckpointError: the step asked for is not there or is damaged, or it is of another model.
     """
     section = job.recipe.checkpoint
-    folder = _folder_to_resume(section.resume, checkpointer)
-    if folder is None:
+    start = find_start(section.resume, section.load, checkpointer)
+    if start is None:
+        _warn_of_newer(checkpointer, 0)
         return Progress()
-    if section.load == "weights":
-        load(folder, weights_of(job), prefix=WEIGHTS, partial=section.partial)
+    manifest = read_manifest(start.folder)
+    changed = changed_keys(manifest.meta["recipe"], job.recipe) if "recipe" in manifest.meta else {}
+    if not section.partial:
+        check_same_model(start.folder, changed)
+    if start.weights_only:
+        load(start.folder, weights_of(job), prefix=WEIGHTS, partial=section.partial, check_hashes=not start.verified)
         job.optimizer.publish()
-        log.info("started from the weights of %s", folder)
+        log.info("started from the weights of %s", start.folder)
+        _warn_of_newer(checkpointer, 0)
         return Progress()
-    meta = load(folder, tensors_of(job), partial=section.partial)
+    meta = load(start.folder, tensors_of(job), partial=section.partial, check_hashes=not start.verified)
     job.optimizer.publish()
-    _restore_rng(folder, meta, job)
-    log.info("resumed %s at step %d, saved at layout %s", folder, meta["step"], meta["layout"])
-    return Progress(step=meta["step"], samples=meta["samples"], tokens=meta["tokens"])
+    log.info("resumed %s at step %d, saved at layout %s", start.folder, meta["step"], meta["layout"])
+    log_changes(changed, meta["recipe"], job.recipe, meta["step"])
+    _restore_rng(start.folder, meta, job)
+    _warn_of_newer(checkpointer, meta["step"])
+    return Progress(step=meta["step"], samples=meta["samples"], tokens=meta["tokens"], skipped=meta.get("skipped", 0))
 
 
-def _folder_to_resume(resume: str | int, checkpointer: Checkpointer) -> Path | None:
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a run begins."""
+
+    folder: Path
+    """A step folder."""
+    weights_only: bool
+    """Whether optimizer, step and data position are left behind."""
+    verified: bool
+    """Whether its hashes have been compared."""
+
+
+def find_start(resume: str | int, load: str, checkpointer: Checkpointer) -> Start | None:
+    """The step that ``checkpoint.resume`` and ``checkpoint.load`` mean, or None for a run from scratch.
+
+    A path outside the run's own folder is where the run begins: once the run has whole steps of its own, it goes
+    on from the newest of them, so that the same command can be given again after a kill.
+
+    Raises:
+        CheckpointError: what is named is not there.
+    """
+    weights_only = load == "weights"
     if resume == "none":
         return None
-    if resume == "auto":
-        return checkpointer.newest_sound()
-    if isinstance(resume, str):
-        return find_step(resume)
-    if resume not in checkpointer.steps():
-        there = ", ".join(map(str, checkpointer.steps())) or "none"
-        raise CheckpointError(f"checkpoint.resume = {resume}: {checkpointer.folder} has whole steps {there}")
-    return step_folder(checkpointer.folder, resume)
+    if isinstance(resume, int):
+        if resume not in checkpointer.steps():
+            there = ", ".join(map(str, checkpointer.steps())) or "none"
+            raise CheckpointError(f"checkpoint.resume = {resume}: {checkpointer.folder} has whole steps {there}")
+        folder = step_folder(checkpointer.folder, resume)
+        return Start(folder=folder, weights_only=weights_only, verified=False)
+    if resume != "auto":
+        folder = find_step(resume)
+        foreign = folder.resolve().parent != checkpointer.folder.resolve()
+        if not foreign or checkpointer.newest() is None:
+            return Start(folder=folder, weights_only=weights_only, verified=False)
+        log.info("%s is where this run began; it goes on from its own newest step", folder)
+        weights_only = False
+    newest = checkpointer.newest_sound()
+    return None if newest is None else Start(folder=newest, weights_only=weights_only, verified=True)
+
+
+def _warn_of_newer(checkpointer: Checkpointer, step: int) -> None:
+    newer = [other for other in checkpointer.steps() if other > step]
+    if newer:
+        log.warning(
+            "%s also holds the later steps %s: each is replaced when this run reaches it, and until then "
+            'resume = "auto" would go on from the last of them',
+            *(checkpointer.folder, ", ".join(map(str, newer))),
+        )
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
-    """State of this rank's random number generators."""
-    state: dict[str, Any] = {"torch": torch.get_rng_state()}
+    """State of this rank's random number generators: torch's on each device, Python's and NumPy's."""
+    _, numbers, *rest = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": torch.from_numpy(np.asarray(numbers)),
+        "numpy_rest": rest,
+    }
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state
@@ -101,18 +158,24 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
 def _restore_rng(folder: Path, meta: dict[str, Any], job: Job) -> None:
     """Take up each rank's random streams at the same layout; at another one they start anew from (seed, step)."""
-    if meta["layout"] == str(layout_of(job.recipe)):
-        state = read_rank_state(folder, torch.distributed.get_rank())
-        if state is not None:
-            torch.set_rng_state(state["torch"])
-            if "cuda" in state and job.device.type == "cuda":
-                torch.cuda.set_rng_state(state["cuda"], job.device)
-            return
-    seed_rng(job, meta["step"])
-    log.info("random streams derived anew from (seed, step, coordinates): the layout is another one")
+    same_layout = meta["layout"] == str(layout_of(job.recipe))
+    state = read_rank_state(folder, torch.distributed.get_rank()) if same_layout else None
+    if state is None or (job.device.type == "cuda") != ("cuda" in state):
+        seed_rng(job, meta["step"])
+        log.info("random streams derived anew from (seed, step, coordinates): layout or device is another one")
+        return
+    torch.set_rng_state(state["torch"])
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    np.random.set_state(("MT19937", state["numpy"].numpy(), *state["numpy_rest"]))
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], job.device)
 
 
 def seed_rng(job: Job, step: int) -> None:
     """Seed this rank's generators from (seed, step, pp rank, dp rank): tp ranks share what they replicate."""
     key = (job.recipe.run.seed, step, job.mesh.get_local_rank("pp"), job.mesh.get_local_rank("dp"))
-    torch.manual_seed(abs(hash(key)) % 2**63)
+    seed = abs(hash(key)) % 2**63
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)

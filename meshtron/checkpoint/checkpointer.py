@@ -216,8 +216,8 @@ class Checkpointer:
             if ranks.rank == 0:
                 steps.discard(self.folder, step)
             raise
-        if ranks.rank == 0:
-            steps.retain(self.folder, keep_last=self._keep_last, keep_every=self._keep_every, saved=step)
+        keep = {"keep_last": self._keep_last, "keep_every": self._keep_every}
+        ranks.on_first(f"deleting old steps of {self.folder}", lambda: steps.retain(self.folder, **keep, saved=step))
 
     def _commit(self, step: int, meta: dict[str, Any], plan: _Plan, records: list[FileRecord]) -> None:
         assert plan.index is not None

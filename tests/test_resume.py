@@ -1,0 +1,387 @@
+"""Resuming and stopping a run: bit-equal continuation, changed recipes, signals, steps that are skipped."""
+
+import errno
+import logging
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import distributed as dist
+from torch.nn import functional as F
+
+from meshtron import loop
+from meshtron.build import build_job
+from meshtron.checkpoint import files, read_manifest, whole_steps
+from meshtron.errors import CheckpointError, MeshtronError
+from meshtron.loop import train
+from meshtron.recipe import Recipe, dump_recipe
+from meshtron.testing import run_ranks
+from tests.runs import logged, small_recipe, token_folder
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    return token_folder(tmp_path_factory.mktemp("corpus") / "data", documents=50)
+
+
+@pytest.fixture
+def folder(tmp_path, corpus) -> Path:
+    (tmp_path / "data").symlink_to(corpus)
+    return tmp_path
+
+
+def checkpoints(folder: Path) -> Path:
+    return folder / "run" / "checkpoints"
+
+
+def files_of(step_folder: Path) -> dict[str, str]:
+    """Hashes of the tensor files: equal hashes are equal weights, moments and random states of every rank."""
+    return {name: record.xxh3_128 for name, record in read_manifest(step_folder).files.items()}
+
+
+def build_with_dropout(recipe: Recipe, device: torch.device) -> loop.Job:
+    job = build_job(recipe, device)
+    for stage in job.model.stages:
+        for layer in stage.layers:
+            layer.register_forward_hook(lambda _module, _inputs, output: F.dropout(output, 0.1))
+    return job
+
+
+def train_with_dropout(recipe: Recipe, stops: bool) -> int:
+    """Train to the end; with ``stops`` by one process a step, as far as training can tell."""
+    starts = 0
+    loop.build_job = build_with_dropout
+    try:
+        while True:
+            if stops and dist.get_rank() == 0:
+                Path(recipe.run.dir).mkdir(exist_ok=True)
+                (Path(recipe.run.dir) / "STOP").touch()
+            for generator in (torch.manual_seed, random.seed, np.random.seed):
+                generator(starts)  # whatever another process would begin with
+            starts += 1
+            dist.barrier()
+            if train(recipe).step == recipe.training.steps:
+                return starts
+    finally:
+        loop.build_job = build_job
+
+
+@pytest.mark.parametrize("layout", ["2x1x1", "1x2x1"])
+def test_a_run_that_stops_after_every_step_is_bit_equal_to_one_that_never_stops(folder, layout):
+    """Over warm-up, decay, and the end of an epoch: 50 documents of 41 tokens are 8 steps of 16 sequences of 16."""
+    hashes, lines = [], []
+    for stops in (False, True):
+        where = folder / str(stops)
+        where.mkdir()
+        (where / "data").symlink_to(folder / "data")
+        recipe = small_recipe(where, layout, checkpoint={"interval": 0})
+        starts = run_ranks(train_with_dropout, 2, recipe, stops)
+        assert starts == [10 if stops else 1] * 2
+        hashes.append(files_of(checkpoints(where) / "step-00000010"))
+        lines.append(
+            [{key: line[key] for key in ("step", "samples", "loss", "grad_norm", "lr")} for line in logged(where)]
+        )
+    assert lines[0] == lines[1]
+    assert hashes[0] == hashes[1]
+
+
+def test_a_changed_recipe_is_logged_and_followed(folder, caplog):
+    caplog.set_level(logging.INFO)
+    train(small_recipe(folder, training={"steps": 6}, lr_schedule={"warmup_steps": 2, "decay_steps": 4}))
+    changed = small_recipe(
+        folder, training={"steps": 12, "global_batch_size": 8}, lr_schedule={"warmup_steps": 2, "decay_steps": 10}
+    )
+    caplog.clear()
+    progress = train(changed)
+    assert "changed since the checkpoint was saved: training.steps = 12, was 6" in caplog.text
+    assert "changed since the checkpoint was saved: training.global_batch_size = 8, was 16" in caplog.text
+    cosine = 0.003 * 0.5 * (1 + np.cos(np.pi * 4 / 10))
+    assert f"learning rate of step 7: {cosine:.4g}, by the saved recipe 0; horizon 12 steps, was 6" in caplog.text
+    assert logged(folder)[6]["lr"] == pytest.approx(cosine)
+    assert (progress.step, progress.samples) == (12, 6 * 16 + 6 * 8)
+    caplog.clear()
+    train(changed)
+    assert "changed since" not in caplog.text
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_both_values(folder):
+    train(small_recipe(folder, training={"steps": 1}))
+    other = small_recipe(folder, model={"hidden_size": 64, "num_hidden_layers": 2})
+    with pytest.raises(CheckpointError) as raised:
+        train(other)
+    assert "step-00000001 is of another model" in str(raised.value)
+    assert "model.hidden_size is 32 in the checkpoint and 64 in the recipe" in str(raised.value)
+    assert "model.num_hidden_layers is 4 in the checkpoint and 2 in the recipe" in str(raised.value)
+
+
+def test_a_new_run_from_the_weights_of_another_and_again_after_a_kill(folder, caplog):
+    caplog.set_level(logging.INFO)
+    first, second = folder / "first", folder / "second"
+    for where in (first, second):
+        where.mkdir()
+        (where / "data").symlink_to(folder / "data")
+    train(small_recipe(first))
+    recipe = small_recipe(second, checkpoint={"interval": 5, "resume": str(first / "run"), "load": "weights"})
+    train(recipe)
+    assert logged(second)[0]["loss"] < logged(first)[0]["loss"] - 0.1
+    assert logged(second)[0]["lr"] == logged(first)[0]["lr"]
+    # the same command again, when the last step was lost: its own step 5 is the newest
+    shutil.rmtree(checkpoints(second) / "step-00000010")
+    before = logged(second)
+    caplog.clear()
+    train(recipe)
+    assert "is where this run began; it goes on from its own newest step" in caplog.text
+    assert f"resumed {checkpoints(second) / 'step-00000005'} at step 5" in caplog.text
+    assert [line["loss"] for line in logged(second)] == [line["loss"] for line in before]
+
+
+def test_partial_leaves_a_replaced_head_as_it_is(folder):
+    first, second = folder / "first", folder / "second"
+    for where in (first, second):
+        where.mkdir()
+        (where / "data").symlink_to(folder / "data")
+    train(small_recipe(first, training={"steps": 1}))
+    section = {"resume": str(first / "run"), "load": "weights"}
+    wider = {"vocab_size": 128}
+    with pytest.raises(CheckpointError, match=r"model.vocab_size is 96 in the checkpoint and 128 in the recipe"):
+        train(small_recipe(second, model=wider, checkpoint=section, training={"steps": 1}))
+    names = ["model.lm_head*", "model.embed_tokens*"]
+    train(small_recipe(second, model=wider, checkpoint=section | {"partial": names}, training={"steps": 1}))
+    with pytest.raises(CheckpointError, match=r"partial pattern 'model\.heat\*' matches no name"):
+        train(small_recipe(second, checkpoint=section | {"resume": 1, "partial": ["model.heat*"]}))
+
+
+def test_auto_passes_over_damage_and_an_explicit_step_stops(folder, caplog):
+    caplog.set_level(logging.INFO)
+    recipe = small_recipe(folder)
+    train(recipe)
+    before = logged(folder)
+    damaged = checkpoints(folder) / "step-00000010" / "rank-00000.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-100] ^= 4
+    damaged.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"step-00000010 is damaged: rank-00000\.safetensors: hash"):
+        train(small_recipe(folder, checkpoint={"resume": 10}))
+    with pytest.raises(CheckpointError, match=r"checkpoint\.resume = 7: .* has whole steps 5, 10"):
+        train(small_recipe(folder, checkpoint={"resume": 7}))
+    caplog.clear()
+    train(recipe)
+    assert "step-00000010 is damaged and is passed over: rank-00000.safetensors: hash" in caplog.text
+    assert "step-00000005 at step 5" in caplog.text
+    assert [line["loss"] for line in logged(folder)] == [line["loss"] for line in before]
+    caplog.clear()
+    train(small_recipe(folder, checkpoint={"resume": 5}))
+    assert "also holds the later steps 10" in caplog.text
+
+
+# Stopping
+
+
+def train_and_signal(recipe: Recipe, number: int, at_step: int) -> tuple[int, str]:
+    """Train; the last rank alone gets a signal while it takes step ``at_step``."""
+    forward_backward, steps = loop.forward_backward, []
+
+    def with_signal(*args):
+        steps.append(1)
+        if len(steps) == at_step and dist.get_rank() == dist.get_world_size() - 1:
+            os.kill(os.getpid(), number)
+            time.sleep(0.3)  # until the listener has it
+        return forward_backward(*args)
+
+    loop.forward_backward = with_signal
+    handler = signal.getsignal(number)
+    try:
+        progress = train(recipe)
+    finally:
+        loop.forward_backward = forward_backward
+    assert signal.getsignal(number) is handler
+    return progress.step, str(threading.enumerate())
+
+
+@pytest.mark.parametrize(("number", "save_on_exit"), [(signal.SIGTERM, True), (signal.SIGINT, False)])
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(folder, number, save_on_exit):
+    recipe = small_recipe(folder, "1x2x1", checkpoint={"interval": 4, "save_on_exit": save_on_exit})
+    ended = run_ranks(train_and_signal, 2, recipe, number, 5)
+    assert {step for step, _ in ended} == {5}
+    assert not any("stop-requests" in threads or "checkpoint-step" in threads for _, threads in ended)
+    assert whole_steps(checkpoints(folder)) == ([4, 5] if save_on_exit else [4])
+
+
+def test_a_stop_file_is_honoured_once(folder):
+    recipe = small_recipe(folder)
+    (folder / "run").mkdir()
+    (folder / "run" / "STOP").touch()
+    assert train(recipe).step == 1
+    assert not (folder / "run" / "STOP").exists()
+    assert whole_steps(checkpoints(folder)) == [1]
+    assert train(recipe).step == 10
+
+
+LISTEN = """
+import sys, threading
+from pathlib import Path
+from meshtron.stopping import StopRequests
+with StopRequests(Path("STOP")):
+    print("ready", flush=True)
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()  # as a collective does: no Python code runs in this thread any more
+"""
+
+
+def test_a_second_signal_ends_the_process_at_once(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", LISTEN], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout.readline() == b"ready\n"
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)  # the launcher passing on a Ctrl-C
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1.5)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(5) == 128 + signal.SIGTERM
+    process.communicate()
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Command lines that name ``folder``."""
+    lines = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            lines.append(entry.read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue
+    return [line for line in lines if str(folder) in line]
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds processes through /proc")
+def test_a_signal_to_the_launcher_saves_and_leaves_no_process(folder):
+    recipe = small_recipe(folder, "1x2x1", training={"steps": 100000}, checkpoint={"interval": 3, "keep_last": 2})
+    (folder / "recipe.toml").write_text(dump_recipe(recipe))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "train.py"]
+    process = subprocess.Popen(
+        [*command, str(folder / "recipe.toml")],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while not whole_steps(checkpoints(folder)) and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.05)
+    asked = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert time.monotonic() - asked < 30
+    assert "stopped as asked, after step" in errors, errors
+    stopped_at = int(errors.partition("stopped as asked, after step ")[2].split()[0])
+    assert whole_steps(checkpoints(folder))[-1] == stopped_at
+    assert processes_of(folder) == []
+    assert not [path for path in checkpoints(folder).iterdir() if "." in path.name]
+
+
+# Failures
+
+
+class FullDisk:
+    """Opens files that cannot be written, once a step's number is in the path."""
+
+    def __call__(self, path, mode="r", **options):
+        if "x" in mode and "step-00000004" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return open(path, mode, **options)
+
+
+def train_on_a_full_disk(recipe: Recipe) -> tuple[str, int]:
+    steps, forward_backward = [], loop.forward_backward
+
+    def slower(*args):
+        steps.append(1)
+        time.sleep(0.05)
+        return forward_backward(*args)
+
+    loop.forward_backward = slower
+    if dist.get_rank() == 1:
+        files.open = FullDisk()
+    try:
+        with pytest.raises(CheckpointError) as raised:
+            train(recipe)
+    finally:
+        loop.forward_backward = forward_backward
+        vars(files).pop("open", None)
+    return str(raised.value), len(steps)
+
+
+def test_a_disk_that_fills_up_stops_the_run_long_before_its_end(folder):
+    recipe = small_recipe(folder, "1x2x1", training={"steps": 200}, checkpoint={"interval": 2})
+    (first, steps), (second, also) = run_ranks(train_on_a_full_disk, 2, recipe)
+    assert first == second
+    assert "saving step 4 to" in first
+    assert "No space left on device" in first
+    assert steps == also <= 6
+    assert whole_steps(checkpoints(folder)) == [2]
+
+
+def train_with_poison(recipe: Recipe, at_steps: list[int], where: str) -> str:
+    """Train while one rank of two gets infinite logits, or one gradient that is not a number, at some steps."""
+    forward_backward, steps = loop.forward_backward, []
+
+    def poisoned(job, batch):
+        steps.append(1)
+        if len(steps) not in at_steps or dist.get_rank() != 1:
+            return forward_backward(job, batch)
+        stage = job.model.stages[0]
+        if where == "loss":
+            handle = stage.register_forward_hook(lambda _module, _inputs, output: output * float("inf"))
+        else:
+            handle = stage.norm.weight.register_hook(lambda gradient: gradient * float("nan"))
+        loss = forward_backward(job, batch)
+        handle.remove()
+        return loss
+
+    loop.forward_backward = poisoned
+    try:
+        train(recipe)
+    except MeshtronError as error:
+        return str(error)
+    finally:
+        loop.forward_backward = forward_backward
+    return ""
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_is_skipped_by_all_ranks(folder, where):
+    recipe = small_recipe(folder, "1x2x1", training={"steps": 5}, checkpoint={"interval": 1})
+    assert run_ranks(train_with_poison, 2, recipe, [3], where) == ["", ""]
+    lines = logged(folder)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert [line["grad_norm"] is None for line in lines] == [False, False, True, False, False]
+    assert [line["samples"] for line in lines] == [16, 32, 48, 64, 80]
+    hashes = [files_of(checkpoints(folder) / f"step-{step:08d}") for step in range(1, 6)]
+    for name in ("rank-00000.safetensors", "rank-00001.safetensors"):
+        assert hashes[1][name] == hashes[2][name]
+        assert hashes[2][name] != hashes[3][name]
+
+
+def test_too_many_skipped_steps_end_the_run_and_name_the_last_checkpoint(folder):
+    training = {"steps": 9, "max_skipped_steps": 3}
+    recipe = small_recipe(folder, "1x2x1", training=training, checkpoint={"interval": 2})
+    first, second = run_ranks(train_with_poison, 2, recipe, [2, 3, 5, 6, 7], "loss")
+    assert first == second
+    assert "step 7: loss nan, gradient norm nan; 3 steps in a row were skipped" in first
+    assert f"the last whole checkpoint is {checkpoints(folder)}/step-00000006" in first
+    # the row is still counted after a resume
+    assert "step 7: loss nan" in run_ranks(train_with_poison, 2, recipe, [1, 2], "loss")[0]
