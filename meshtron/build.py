@@ -4,6 +4,7 @@ import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshtron.errors import LayoutError
 from meshtron.head_loss import HeadLoss
+from meshtron.hf.weights import load_folder
 from meshtron.initialize import init_weights, materialize
 from meshtron.kernels.adamw import FusedAdamW
 from meshtron.layers import compile_layers, convert_to_float8, recompute_layers
@@ -83,6 +85,10 @@ def build_job(recipe: Recipe, device: torch.device) -> Job:
         eps=optim.eps,
         weight_decay=optim.weight_decay,
     )
+    if recipe.model.from_hf:
+        # Into the masters, so that float32 files lose nothing to param_dtype and each dp rank reads its own part.
+        load_folder(Path(recipe.model.from_hf), optimizer.masters(), model.shapes, model.ties)
+        optimizer.publish()
     loss_fn = build_loss(recipe, mesh, model, optimizer)
     boundary = boundary_of(recipe, training.micro_batch_size, training.seq_len)
     runner = PipelineRunner(
@@ -108,8 +114,10 @@ def build_job(recipe: Recipe, device: torch.device) -> Job:
 
 
 def build_model(recipe: Recipe, mesh: DeviceMesh, device: torch.device) -> Model:
-    """This rank's stages with initial weights."""
+    """This rank's stages with initial weights; without any where ``build_job`` loads them (``model.from_hf``)."""
     model = place_model(recipe, mesh, device)
+    if recipe.model.from_hf:
+        return model
     std = model.spec.init_std(model_section(recipe))
     init_weights(model.stages, seed=recipe.run.seed, std=std, ties=model.ties)
     return model

@@ -16,6 +16,7 @@ import typer
 from meshtron.data import cli as data_cli
 from meshtron.errors import MeshtronError
 from meshtron.generate import cli as generate_cli
+from meshtron.hf import cli as hf_cli
 from meshtron.launch import reported_errors
 from meshtron.recipe import Recipe, load_recipe, recipe_schema
 
@@ -91,6 +92,8 @@ def set_up_logging() -> None:
 
 app.command()(data_cli.prepare)
 app.command()(generate_cli.generate)
+app.command("import-hf")(hf_cli.import_hf)
+app.command("export-hf")(hf_cli.export_hf)
 app.add_typer(data_cli.app, name="data")
 
 
@@ -103,10 +106,20 @@ def check(
     ] = None,
 ) -> None:
     """Check a recipe without starting anything; print its layout, batch arithmetic and size."""
-    loaded = load_recipe(recipe, overrides or [])
+    loaded = _load(recipe, overrides)
     parallel = loaded.parallel
     resolved = loaded.resolve(world or parallel.pp * parallel.tp * max(parallel.dp, 1))
     _print_summary(str(recipe), resolved)
+
+
+def _load(path: Path, overrides: list[str] | None) -> Recipe:
+    """A recipe with its model's sizes, wherever they come from."""
+    loaded = load_recipe(path, overrides or [])
+    if not loaded.model.from_hf:
+        return loaded
+    from meshtron.hf.recipe import fill_from_hf
+
+    return fill_from_hf(loaded)
 
 
 @app.command()
@@ -134,7 +147,7 @@ def parity(
     """Train a few steps at several layouts and compare losses, norms, every gradient and every weight."""
     from meshtron.parity import compare_recipe, parse_variants, print_report
 
-    loaded = load_recipe(recipe, overrides or [])
+    loaded = _load(recipe, overrides)
     variants = parse_variants(layouts, schedules or loaded.parallel.schedule)
     report = compare_recipe(loaded, variants, steps=steps, dtype=dtype)
     print_report(report)

@@ -16,6 +16,7 @@ from meshtron.checkpoint import Checkpointer
 from meshtron.data import Batch, TrainStream, ValidationSet
 from meshtron.errors import MeshtronError
 from meshtron.feed import open_training, open_validation
+from meshtron.hf.recipe import fill_from_hf
 from meshtron.loss import IGNORE
 from meshtron.metrics import MetricsWriter, StepMetrics, memory_gib, peak_flops
 from meshtron.optim import set_learning_rate
@@ -33,7 +34,7 @@ def train(recipe: Recipe) -> Progress:
     Raises:
         MeshtronError: the recipe does not fit the world, the data, or the checkpoint.
     """
-    recipe = recipe.resolve(world.world_size())
+    recipe = fill_from_hf(recipe).resolve(world.world_size())
     device = world.pick_device(recipe.run.device)
     with world.process_group(device):
         job = build_job(recipe, device)

@@ -12,7 +12,7 @@ docs/checkpoints.md says what is promised and how each promise is tested.
 """
 
 from meshtron.checkpoint.checkpointer import Checkpointer
-from meshtron.checkpoint.loading import load, read_rank_state
+from meshtron.checkpoint.loading import load, read_rank_state, read_tensors, stored_tensors
 from meshtron.checkpoint.manifest import Manifest, read_manifest
 from meshtron.checkpoint.steps import find_step, newest, step_folder, whole_steps
 from meshtron.checkpoint.verify import verify
@@ -25,7 +25,9 @@ __all__ = [
     "newest",
     "read_manifest",
     "read_rank_state",
+    "read_tensors",
     "step_folder",
+    "stored_tensors",
     "verify",
     "whole_steps",
 ]

@@ -87,6 +87,37 @@ def read_index(folder: Path, manifest: Manifest) -> Index:
     return index
 
 
+def stored_tensors(folder: Path | str) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shape and dtype of every tensor in a step folder, by name.
+
+    Raises:
+        CheckpointError: there is no whole checkpoint.
+    """
+    index = read_index(Path(folder), read_manifest(Path(folder)))
+    return {name: (torch.Size(info.shape), DTYPES[info.dtype]) for name, info in index.tensors.items()}
+
+
+def read_tensors(folder: Path | str, names: Iterable[str]) -> dict[str, Tensor]:
+    """Some whole tensors of a step folder in the dtype they are stored in, on the CPU and for this process alone.
+
+    Hashes are not compared; ``verify`` does that.
+
+    Raises:
+        CheckpointError: there is no whole checkpoint, or it has no such tensor.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    index = read_index(folder, manifest)
+    tensors = {}
+    for name in names:
+        if name not in index.tensors:
+            raise CheckpointError(f"{folder}: has no tensor {name}")
+        info = index.tensors[name]
+        tensors[name] = torch.empty(info.shape, dtype=DTYPES[info.dtype])
+    _fill(folder, manifest, tensors, index)
+    return tensors
+
+
 def read_rank_state(folder: Path | str, rank: int) -> dict[str, Any] | None:
     """What rank ``rank`` gave to ``save`` as its ``rank_state``; None if fewer ranks saved.
 

@@ -11,10 +11,11 @@ from meshtron import world
 from meshtron.build import layout_of
 from meshtron.errors import RecipeError
 from meshtron.generate.engine import check_prompts, generate
-from meshtron.generate.load import find_source, load_model, recipe_for_inference
+from meshtron.generate.load import load_model, recipe_for_inference
 from meshtron.generate.sampling import Sampling
 from meshtron.generate.text import Stream, Text
 from meshtron.mesh import build_mesh
+from meshtron.source import find_source
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,11 @@
 """A recipe's [model] section from a Hugging Face folder."""
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from meshtron.errors import RecipeError
 from meshtron.hf.folder import read_config
@@ -47,20 +50,22 @@ def fill_from_hf(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"model": ModelSection(**(found | kept))})
 
 
-def recipe_of_folder(folder: Path, dtype: str) -> Recipe:
+def recipe_of_folder(folder: Path, dtypes: Iterable[torch.dtype]) -> Recipe:
     """A recipe whose model is a folder's, with the least of the rest that a recipe needs.
 
     Args:
         folder: a Hugging Face folder.
-        dtype: name of a ``param_dtype``.
+        dtypes: of its tensors; ``param_dtype`` is the one they all have, or float32.
 
     Raises:
         CheckpointError: the folder's config.json is missing or not supported.
     """
     family, config = read_config(folder)
+    names = {str(dtype).removeprefix("torch.") for dtype in dtypes}
+    dtype: Any = names.pop() if len(names) == 1 and names <= {"bfloat16", "float64"} else "float32"
     length = min(config.max_position_embeddings, 2048)
     return Recipe(
         model=ModelSection(**section_values(family, config)),
-        training=TrainingSection(steps=1, seq_len=length, global_batch_size=1, param_dtype=dtype),  # type: ignore[arg-type]
+        training=TrainingSection(steps=1, seq_len=length, global_batch_size=1, param_dtype=dtype),
         data=DataSection(train=(Source(path=str(folder)),)),
     )

@@ -38,38 +38,56 @@ class WeightFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._handles = {path.name: _open(path) for path in _weight_paths(folder)}
-        self._file_of: dict[str, str] = {}
-        for file, handle in self._handles.items():
-            for name in handle.keys():  # noqa: SIM118 (a handle is not a mapping)
-                if name in self._file_of:
-                    raise CheckpointError(f"{folder}: {name} is in {self._file_of[name]} and in {file}")
-                self._file_of[name] = file
-        _check_index(folder, self._file_of)
+        self.shapes: dict[str, torch.Size] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self._file_of: dict[str, Path] = {}
+        for path in _weight_paths(folder):
+            self._list(path)
+        _check_index(folder, {name: path.name for name, path in self._file_of.items()})
         # Old Llama files carry the rotary frequencies, which the model derives from rope_theta.
-        self._file_of = {name: file for name, file in self._file_of.items() if not _ROTARY.fullmatch(name)}
-        self.shapes = {name: torch.Size(self._slice(name).get_shape()) for name in self._file_of}
-        self.dtypes = {name: self._dtype(name) for name in self._file_of}
-        self.bytes_read = 0
-        """Bytes of tensor data read so far."""
+        for name in [name for name in self.shapes if _ROTARY.fullmatch(name)]:
+            del self.shapes[name], self.dtypes[name]
 
-    def _slice(self, name: str) -> Any:
-        return self._handles[self._file_of[name]].get_slice(name)
-
-    def _dtype(self, name: str) -> torch.dtype:
-        dtype = self._slice(name).get_dtype()
-        if dtype not in DTYPES:
-            raise CheckpointError(
-                f"{self.folder / self._file_of[name]}: {name} is {dtype}; expected {', '.join(DTYPES)}: "
-                "quantised weights must be converted first"
-            )
-        return DTYPES[dtype]
+    def _list(self, path: Path) -> None:
+        """Take up the names, shapes and dtypes in a file's header."""
+        file = _open(path)
+        for name in file.keys():  # noqa: SIM118 (not a mapping)
+            if name in self._file_of:
+                raise CheckpointError(f"{self.folder}: {name} is in {self._file_of[name].name} and in {path.name}")
+            header = file.get_slice(name)
+            if header.get_dtype() not in DTYPES:
+                raise CheckpointError(
+                    f"{path}: {name} is {header.get_dtype()}; expected {', '.join(DTYPES)}: "
+                    "quantised weights must be converted first"
+                )
+            self._file_of[name] = path
+            self.shapes[name], self.dtypes[name] = torch.Size(header.get_shape()), DTYPES[header.get_dtype()]
 
     def read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
-        """The part of a tensor that ``slices`` (one a dim, without steps) cut out, in the file's dtype."""
-        part = self._slice(name)[slices]
-        self.bytes_read += part.numel() * part.element_size()
-        return part
+        """The part of a tensor that ``slices`` (one a dim, without steps) cut out, in the file's dtype.
+
+        The file is mapped anew for each part: pages that were read stay resident for as long as their mapping does.
+        """
+        return _open(self._file_of[name]).get_slice(name)[slices]
+
+    def mapped(self, name: str) -> Tensor:
+        """A whole tensor that stays in the mapped file until its values are used."""
+        return _open(self._file_of[name]).get_tensor(name)
+
+    def check_ties(self, ties: Mapping[str, str], slices: tuple[slice, ...] = (slice(None),)) -> None:
+        """Raise CheckpointError where the files hold two different tensors for one parameter.
+
+        Args:
+            ties: our later name -> first name of tied parameters; the files need hold only the first.
+            slices: the part that is compared.
+        """
+        for alias, first in ties.items():
+            both = hf_name(alias), hf_name(first)
+            if both[0] in self.shapes and not torch.equal(*(self.read(name, slices) for name in both)):
+                raise CheckpointError(
+                    f"{self.folder}: tie_word_embeddings is true, but {both[0]} differs from {both[1]}; to keep both "
+                    "set tie_word_embeddings to false in config.json, else remove the first"
+                )
 
 
 def _weight_paths(folder: Path) -> list[Path]:
@@ -146,6 +164,15 @@ def check_weights(files: WeightFiles, shapes: Mapping[str, torch.Size], ties: Ma
         raise CheckpointError(f"{files.folder}: tensors do not fit config.json; {'; '.join(found)}")
 
 
+def load_folder(
+    folder: Path, tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], ties: Mapping[str, str]
+) -> None:
+    """``check_weights`` and ``load_weights`` from a folder's safetensors."""
+    files = WeightFiles(folder)
+    check_weights(files, shapes, ties)
+    load_weights(tensors, files, ties)
+
+
 @torch.no_grad()
 def load_weights(tensors: Mapping[str, Tensor], files: WeightFiles, ties: Mapping[str, str]) -> None:
     """Fill this rank's tensors from the files, reading nothing but their slices.
@@ -160,21 +187,15 @@ def load_weights(tensors: Mapping[str, Tensor], files: WeightFiles, ties: Mappin
     """
     for name, tensor in tensors.items():
         slices = slices_of(tensor)
-        part = files.read(hf_name(name), slices)
-        for alias in (hf_name(alias) for alias, first in ties.items() if first == name):
-            if alias in files.shapes and not torch.equal(files.read(alias, slices), part):
-                raise CheckpointError(
-                    f"{files.folder}: tie_word_embeddings is true, but {alias} differs from {hf_name(name)}; "
-                    "to keep both set tie_word_embeddings to false in config.json, else remove the first"
-                )
-        local_part(tensor).copy_(part)
+        files.check_ties({alias: first for alias, first in ties.items() if first == name}, slices)
+        local_part(tensor).copy_(files.read(hf_name(name), slices))
 
 
 def save_weights(
     folder: Path,
     shapes: Mapping[str, torch.Size],
     read: Callable[[list[str]], Mapping[str, Tensor]],
-    dtype: torch.dtype,
+    dtypes: Mapping[str, torch.dtype],
     max_shard_bytes: int,
 ) -> None:
     """Write safetensors, one file or several with an index, holding one file in memory at a time.
@@ -183,13 +204,13 @@ def save_weights(
         folder: an existing folder.
         shapes: our name -> shape, in the order to write.
         read: whole tensors of some of our names, in any dtype.
-        dtype: of every tensor written.
+        dtypes: our name -> dtype in the file.
         max_shard_bytes: a file grows to this size, unless one tensor alone is larger.
     """
     shards: list[list[str]] = [[]]
     size = total = 0
     for name, shape in shapes.items():
-        tensor_bytes = shape.numel() * dtype.itemsize
+        tensor_bytes = shape.numel() * dtypes[name].itemsize
         if shards[-1] and size + tensor_bytes > max_shard_bytes:
             shards.append([])
             size = 0
@@ -199,12 +220,19 @@ def save_weights(
     for number, names in enumerate(shards, start=1):
         single = len(shards) == 1
         file = "model.safetensors" if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {hf_name(name): tensor.to(dtype).contiguous() for name, tensor in read(names).items()}
+        tensors = {hf_name(name): _cast(name, tensor, dtypes[name]) for name, tensor in read(names).items()}
         save_file(tensors, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    cast = tensor.to(dtype).contiguous()
+    if dtype == torch.float16 and not torch.equal(cast.isfinite(), tensor.isfinite()):
+        raise CheckpointError(f"{name}: has values that float16 cannot hold; export bfloat16 or float32")
+    return cast
 
 
 def parse_size(text: str) -> int:

@@ -1,0 +1,47 @@
+"""``meshtron import-hf`` and ``meshtron export-hf``."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Dtype(StrEnum):
+    """Types of exported tensors."""
+
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+def import_hf(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A Hugging Face folder.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="Folder to create.", show_default=False)],
+) -> None:
+    """Turn a Hugging Face folder into a checkpoint that any layout loads."""
+    from meshtron.hf import convert
+
+    print(convert.import_hf(folder, out))
+
+
+def export_hf(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A step folder, or a run's folder (its newest step).", show_default=False)
+    ],
+    out: Annotated[Path, typer.Argument(help="Folder to create.", show_default=False)],
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(
+            help="Type of all tensors. Default: the run's param_dtype, or the types that were imported.",
+            show_default=False,
+        ),
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Largest file, as in 5GB or 500MB.")] = "5GB",
+) -> None:
+    """Write a checkpoint's weights as a Hugging Face folder that opens offline."""
+    from meshtron.hf import convert
+    from meshtron.hf.weights import parse_size
+
+    size = parse_size(max_shard_size)
+    print(convert.export_hf(checkpoint, out, dtype=dtype and dtype.value, max_shard_bytes=size))
