@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from meshtron import ckpt
 from meshtron.data import cli as data_cli
 from meshtron.errors import MeshtronError
 from meshtron.generate import cli as generate_cli
@@ -95,6 +96,7 @@ app.command()(generate_cli.generate)
 app.command("import-hf")(hf_cli.import_hf)
 app.command("export-hf")(hf_cli.export_hf)
 app.add_typer(data_cli.app, name="data")
+app.add_typer(ckpt.app, name="ckpt")
 
 
 @app.command()

@@ -113,9 +113,14 @@ def faults(folder: Path, manifest: Manifest) -> dict[str, str]:
     return problems | dict.fromkeys(sorted(found), "not a file of this checkpoint")
 
 
+def unwhole(folder: Path) -> str:
+    """What keeps a step folder from being whole, as far as its manifest and sizes tell; empty where nothing does."""
+    try:
+        return "; ".join(f"{name}: {problem}" for name, problem in faults(folder, read_manifest(folder)).items())
+    except (CheckpointError, OSError) as error:
+        return str(error)
+
+
 def is_whole(folder: Path) -> bool:
     """Whether the manifest is sound and every file is there at its full size; hashes are not computed."""
-    try:
-        return not faults(folder, read_manifest(folder))
-    except (CheckpointError, OSError):
-        return False
+    return not unwhole(folder)
