@@ -73,7 +73,7 @@ def _forget_meshes() -> None:
     Meshes of equal shape compare equal, so a later call would be handed the earlier call's mesh.
     """
     for cached in gc.get_objects():
-        if isinstance(cached, functools._lru_cache_wrapper):
+        if type(cached) is functools._lru_cache_wrapper:  # isinstance would wake deprecated objects of torch
             module = getattr(cached, "__module__", None) or ""
             if module.startswith("torch.distributed"):
                 cached.cache_clear()

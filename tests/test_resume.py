@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch import distributed as dist
@@ -255,23 +256,10 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path):
     process.communicate()
 
 
-def processes_of(folder: Path) -> list[str]:
-    """Command lines that name ``folder``."""
-    lines = []
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            lines.append(entry.read_bytes().replace(b"\0", b" ").decode())
-        except OSError:
-            continue
-    return [line for line in lines if str(folder) in line]
-
-
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds processes through /proc")
-def test_a_signal_to_the_launcher_saves_and_leaves_no_process(folder):
-    recipe = small_recipe(folder, "1x2x1", training={"steps": 100000}, checkpoint={"interval": 3, "keep_last": 2})
-    (folder / "recipe.toml").write_text(dump_recipe(recipe))
+def torchrun(folder: Path) -> subprocess.Popen:
+    """``torchrun --nproc-per-node 2 train.py folder/recipe.toml``."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "train.py"]
-    process = subprocess.Popen(
+    return subprocess.Popen(
         [*command, str(folder / "recipe.toml")],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
@@ -279,9 +267,24 @@ def test_a_signal_to_the_launcher_saves_and_leaves_no_process(folder):
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen) -> None:
+    """Until ``step`` or a later one is whole."""
     deadline = time.monotonic() + 120
-    while not whole_steps(checkpoints(folder)) and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.05)
+    while not any(found >= step for found in whole_steps(checkpoints(folder))):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_signal_to_the_launcher_saves_and_leaves_no_process(folder):
+    recipe = small_recipe(folder, "1x2x1", training={"steps": 100000}, checkpoint={"interval": 3, "keep_last": 2})
+    (folder / "recipe.toml").write_text(dump_recipe(recipe))
+    process = torchrun(folder)
+    wait_for_step(folder, 3, process)
+    ranks = psutil.Process(process.pid).children(recursive=True)
+    assert len(ranks) >= 2
     asked = time.monotonic()
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
@@ -289,8 +292,45 @@ def test_a_signal_to_the_launcher_saves_and_leaves_no_process(folder):
     assert "stopped as asked, after step" in errors, errors
     stopped_at = int(errors.partition("stopped as asked, after step ")[2].split()[0])
     assert whole_steps(checkpoints(folder))[-1] == stopped_at
-    assert processes_of(folder) == []
+    assert not any(rank.is_running() for rank in ranks)
     assert not [path for path in checkpoints(folder).iterdir() if "." in path.name]
+
+
+def test_train_py_is_killed_and_ends_where_it_would_have(folder):
+    uninterrupted = folder / "uninterrupted"
+    uninterrupted.mkdir()
+    (uninterrupted / "data").symlink_to(folder / "data")
+    sections = {"training": {"steps": 40}, "checkpoint": {"interval": 1, "keep_last": 3}}
+    run_ranks(train, 2, small_recipe(uninterrupted, "1x2x1", **sections))
+    (folder / "recipe.toml").write_text(dump_recipe(small_recipe(folder, "1x2x1", **sections)))
+    process = torchrun(folder)
+    wait_for_step(folder, 5, process)
+    psutil.Process(process.pid).children()[1].kill()
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert whole_steps(checkpoints(folder))[-1] < 40
+    process = torchrun(folder)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert [line["step"] for line in logged(folder)] == list(range(1, 41))
+    assert [line["loss"] for line in logged(folder)] == [line["loss"] for line in logged(uninterrupted)]
+    last = [files_of(checkpoints(where) / "step-00000040") for where in (folder, uninterrupted)]
+    assert last[0] == last[1]
+
+
+def test_one_rank_to_eight_and_back(folder):
+    """Steps 1 to 3 on one rank, to 6 on eight, to 10 on one: the losses are those of one rank throughout."""
+    uninterrupted = folder / "uninterrupted"
+    uninterrupted.mkdir()
+    (uninterrupted / "data").symlink_to(folder / "data")
+    run_ranks(train, 1, small_recipe(uninterrupted))
+    for layout, ranks, at_step in (("1x1x1", 1, 3), ("2x2x2", 8, 3), ("1x1x1", 1, 0)):
+        run_ranks(train_and_signal, ranks, small_recipe(folder, layout), signal.SIGTERM, at_step)
+    assert [line["step"] for line in logged(folder)] == list(range(1, 11))
+    losses, expected = ([line["loss"] for line in logged(where)] for where in (folder, uninterrupted))
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+    rates, expected = ([line["lr"] for line in logged(where)] for where in (folder, uninterrupted))
+    assert rates == expected
 
 
 # Failures
