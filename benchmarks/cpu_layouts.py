@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn import functional as F
 
-from meshtron import world
+from meshtron import loop, world
 from meshtron.build import build_job, model_section
 from meshtron.data import Batch
 from meshtron.initialize import init_weights
@@ -98,7 +98,9 @@ def measure_rank(layout: str, steps: int, against_plain: bool) -> dict[str, floa
         job = build_job(recipe, device)
         stream = RandomBatches(recipe, job.mesh.get_local_rank("dp"))
         inside = [0.0]
-        for owner, name in ((job.runner, "step"), (job.optimizer, "clip_grad_norm"), (job.optimizer, "step")):
+        parts = [(job.runner, "step"), (job.optimizer, "clip_grad_norm"), (job.optimizer, "step")]
+        parts += [(loop, "valid_tokens"), (loop, "total_over_ranks")]  # two all-reduces of one number
+        for owner, name in parts:
             _time_calls(owner, name, inside)
         plain = PlainTorch(recipe) if against_plain else None
         progress = Progress()
