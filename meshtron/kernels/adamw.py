@@ -95,7 +95,6 @@ class FusedAdamW(torch.optim.AdamW):
                 columns.append([self.copies[parameter] for parameter in parameters])
             multi_tensor.adamw(
                 columns,  # type: ignore[arg-type]
-                multi_tensor.chunk_map([parameter.numel() for parameter in parameters], device),
                 factor.to(torch.float32),
                 lr=float(group["lr"]),
                 betas=group["betas"],
@@ -123,8 +122,5 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     alike = defaultdict(list)
     for tensor in tensors:
         alike[tensor.dtype].append(tensor)
-    sums = [
-        multi_tensor.sum_of_squares(same, multi_tensor.chunk_map([tensor.numel() for tensor in same], device))
-        for same in alike.values()
-    ]
+    sums = [multi_tensor.sum_of_squares(same) for same in alike.values()]
     return torch.stack(sums).sum()

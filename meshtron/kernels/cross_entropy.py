@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 8192
-_NUM_WARPS = 16
+_BLOCK = 4096
+_NUM_WARPS = 8
 
 
 @triton.jit

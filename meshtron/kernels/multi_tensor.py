@@ -12,34 +12,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_CHUNK = 32768  # elements a program works through
-_BLOCK = 2048
+# Elements of one program. AdamW's four streams in and four out are fastest with one short block each (10.3 ms for
+# 1.5 billion weights on an H200, 12.0 with sixteen blocks); a sum should end in few partial sums.
+_UPDATE_CHUNK = 1024
+_SUM_CHUNK, _SUM_BLOCK = 16384, 2048
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class ChunkMap:
     """Which program works on which part of which tensor; on the device, built once for given sizes."""
 
-    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
-        counts = torch.tensor([-(-size // _CHUNK) for size in sizes])
+    def __init__(self, sizes: Sequence[int], chunk: int, device: torch.device) -> None:
+        counts = torch.tensor([-(-size // chunk) for size in sizes])
         tensors = torch.repeat_interleave(torch.arange(len(sizes)), counts)
         firsts = torch.cumsum(counts, 0) - counts
-        starts = (torch.arange(len(tensors)) - firsts[tensors]) * _CHUNK
-        self.sizes = tuple(sizes)
+        starts = (torch.arange(len(tensors)) - firsts[tensors]) * chunk
         self.num_chunks = len(tensors)
         self.tensors = tensors.to(torch.int32).to(device)
         self.starts = starts.to(device)
-        self.device_sizes = torch.tensor(self.sizes, dtype=torch.int64).to(device)
+        self.sizes = torch.tensor(sizes, dtype=torch.int64).to(device)
 
 
 @functools.lru_cache(maxsize=64)
-def _cached_map(sizes: tuple[int, ...], device: torch.device) -> ChunkMap:
-    return ChunkMap(sizes, device)
-
-
-def chunk_map(sizes: Sequence[int], device: torch.device) -> ChunkMap:
-    """The map for tensors of these sizes; the same again for the same sizes."""
-    return _cached_map(tuple(sizes), device)
+def _map_of(sizes: tuple[int, ...], chunk: int, device: torch.device) -> ChunkMap:
+    return ChunkMap(sizes, chunk, device)
 
 
 def address_table(columns: Sequence[Sequence[Tensor]], device: torch.device) -> tuple[Tensor, bool]:
@@ -81,7 +77,6 @@ def _adamw(
     WRITE_OUTPUT: tl.constexpr,
     ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0)
     tensor = tl.load(chunk_tensors + program)
@@ -91,29 +86,26 @@ def _adamw(
     masters = _pointer(table, num_tensors + tensor, tl.float32, ALIGNED)
     averages = _pointer(table, 2 * num_tensors + tensor, tl.float32, ALIGNED)
     squares = _pointer(table, 3 * num_tensors + tensor, tl.float32, ALIGNED)
-    factor = tl.load(clip)
-    for step in range(0, CHUNK, BLOCK):
-        at = start + step + tl.arange(0, BLOCK)
-        inside = at < size
-        grad = tl.load(grads + at, mask=inside).to(tl.float32) * factor
-        master = tl.load(masters + at, mask=inside)
-        average = tl.load(averages + at, mask=inside)
-        square = tl.load(squares + at, mask=inside)
-        average += (grad - average) * (1 - beta1)
-        square = square * beta2 + grad * grad * (1 - beta2)
-        master -= master * (lr * weight_decay)
-        master -= (lr / correction1) * average / (tl.sqrt_rn(square) / correction2_root + eps)
-        tl.store(masters + at, master, mask=inside)
-        tl.store(averages + at, average, mask=inside)
-        tl.store(squares + at, square, mask=inside)
-        if WRITE_OUTPUT:
-            outputs = _pointer(table, 4 * num_tensors + tensor, OUTPUT, ALIGNED)
-            tl.store(outputs + at, master.to(OUTPUT), mask=inside)
+    at = start + tl.arange(0, CHUNK)
+    inside = at < size
+    grad = tl.load(grads + at, mask=inside).to(tl.float32) * tl.load(clip)
+    master = tl.load(masters + at, mask=inside)
+    average = tl.load(averages + at, mask=inside)
+    square = tl.load(squares + at, mask=inside)
+    average += (grad - average) * (1 - beta1)
+    square = square * beta2 + grad * grad * (1 - beta2)
+    master -= master * (lr * weight_decay)
+    master -= (lr / correction1) * average / (tl.sqrt_rn(square) / correction2_root + eps)
+    tl.store(masters + at, master, mask=inside)
+    tl.store(averages + at, average, mask=inside)
+    tl.store(squares + at, square, mask=inside)
+    if WRITE_OUTPUT:
+        outputs = _pointer(table, 4 * num_tensors + tensor, OUTPUT, ALIGNED)
+        tl.store(outputs + at, master.to(OUTPUT), mask=inside)
 
 
 def adamw(
     columns: Sequence[Sequence[Tensor]],
-    chunks: ChunkMap,
     clip: Tensor,
     *,
     lr: float,
@@ -127,20 +119,21 @@ def adamw(
     Args:
         columns: gradients, masters, first moments, second moments and, optionally, outputs: lists of contiguous
             tensors, alike in sizes. Gradients and outputs have one dtype each.
-        chunks: the map for those sizes.
         clip: float32 scalar on the device that gradients are multiplied by.
         lr, betas, eps, weight_decay: as in ``torch.optim.AdamW`` (Loshchilov & Hutter, 2019).
         step: 1 at the first update.
     """
     grads, masters = columns[0], columns[1]
-    table, aligned = address_table(columns, masters[0].device)
+    device = masters[0].device
+    table, aligned = address_table(columns, device)
+    chunks = _map_of(tuple(master.numel() for master in masters), _UPDATE_CHUNK, device)
     output = columns[4][0].dtype if len(columns) == 5 else torch.float32
     _adamw[(chunks.num_chunks,)](
         table,
         len(masters),
         chunks.tensors,
         chunks.starts,
-        chunks.device_sizes,
+        chunks.sizes,
         clip,
         lr,
         betas[0],
@@ -153,8 +146,7 @@ def adamw(
         OUTPUT=_TYPES[output],
         WRITE_OUTPUT=len(columns) == 5,
         ALIGNED=aligned,
-        CHUNK=_CHUNK,
-        BLOCK=_BLOCK,
+        CHUNK=_UPDATE_CHUNK,
     )
 
 
@@ -176,16 +168,17 @@ def _squares(
     tl.store(partial_sums + program, tl.sum(total))
 
 
-def sum_of_squares(tensors: Sequence[Tensor], chunks: ChunkMap) -> Tensor:
+def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """Sum of squares over contiguous tensors of one dtype, as a float64 scalar on the device.
 
     Each chunk is summed in float32, the chunks' sums in float64, always in the same order.
     """
     device = tensors[0].device
     table, aligned = address_table([tensors], device)
+    chunks = _map_of(tuple(tensor.numel() for tensor in tensors), _SUM_CHUNK, device)
     partial_sums = torch.empty(chunks.num_chunks, device=device)
     _squares[(chunks.num_chunks,)](
-        table, chunks.tensors, chunks.starts, chunks.device_sizes, partial_sums,
-        TYPE=_TYPES[tensors[0].dtype], ALIGNED=aligned, CHUNK=_CHUNK, BLOCK=_BLOCK,
+        table, chunks.tensors, chunks.starts, chunks.sizes, partial_sums,
+        TYPE=_TYPES[tensors[0].dtype], ALIGNED=aligned, CHUNK=_SUM_CHUNK, BLOCK=_SUM_BLOCK,
     )  # fmt: skip
     return partial_sums.sum(dtype=torch.float64)

@@ -134,8 +134,12 @@ def _pick(name: str) -> tuple[Attend, str]:
     if name == "flex":
         return flex, "FlexAttention"
     if name in ("auto", "flash_attn") and capability >= 9 and _installed("flash_attn.cute"):
-        _define_flash_attention_4()
-        return flash_attention_4, "flash-attn 4"
+        try:
+            _define_flash_attention_4()
+        except ImportError as error:
+            log.warning("flash-attn 4 is installed but cannot be imported: %s", error)
+        else:
+            return flash_attention_4, "flash-attn 4"
     if name == "flash_attn":
         if capability >= 8 and _installed("flash_attn.flash_attn_interface"):
             return flash_attention_2, "flash-attn 2"

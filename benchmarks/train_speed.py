@@ -1,0 +1,269 @@
+"""Speed of a recipe through the real loop: tokens a second, MFU, memory, and where the time of a step goes.
+
+    python benchmarks/train_speed.py recipes/llama_1b.toml [key=value ...] [--steps 20] [--warmup 5]
+        [--against plain] [--random-data] [--json FILE]
+
+Batches come from the recipe's token shards through the real loader; with --random-data, shards of random ids of the
+recipe's vocabulary are written to a temporary folder first and read in their place. Nothing is saved.
+
+Two passes over the same job: one counts whole steps, the other marks the phases of each step (with device events on
+a GPU), so that marking costs the first nothing. Phases are those of the device: "data" is the time it stood still for
+a batch, "backward" the end of the loss to the end of autograd, "reduce" communication over dp and the gradient norm.
+The breakdown needs one pipeline stage; with more only whole steps are measured.
+"""
+
+import argparse
+import json
+import platform
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import closing
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.nn import functional as F
+
+from meshtron import world
+from meshtron.build import Job, build_job, model_section
+from meshtron.data.shards import HEADER, Header, ShardWriter, dtype_name
+from meshtron.feed import open_training
+from meshtron.initialize import init_weights
+from meshtron.layers import compile_layers
+from meshtron.loop import train_step
+from meshtron.metrics import memory_gib, peak_flops
+from meshtron.models.llama import Llama, config_of
+from meshtron.recipe import Recipe, load_recipe
+from meshtron.resume import Progress
+
+PHASES = ("forward", "loss", "backward", "reduce", "optimizer", "data", "other")
+
+
+class Marks:
+    """Points in a device's time; the span before each belongs to the phase it is named for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.points: list[tuple[str, Any]] = []
+
+    def __call__(self, phase: str) -> None:
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.points.append((phase, event))
+        else:
+            self.points.append((phase, time.perf_counter()))
+
+    def milliseconds(self, steps: int) -> dict[str, float]:
+        """Mean time of each phase over ``steps`` steps."""
+        synchronize(self.device)
+        totals: dict[str, float] = defaultdict(float)
+        for (_, before), (phase, point) in zip(self.points, self.points[1:], strict=False):
+            span = before.elapsed_time(point) if self.device.type == "cuda" else 1e3 * (point - before)
+            totals[phase] += span / steps
+        return {phase: totals[phase] for phase in PHASES}
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def random_data(recipe: Recipe, folder: Path, samples: int) -> Recipe:
+    """The recipe on freshly written shards of random ids, enough for ``samples`` sequences."""
+    vocab, length = recipe.model.vocab_size, recipe.training.seq_len
+    random = np.random.default_rng(0)
+    folder.mkdir()
+    writer = ShardWriter(folder, vocab_size=vocab)
+    for _ in range(samples + 1):
+        writer.append(random.integers(0, vocab, length + 1), np.array([length + 1]))
+    writer.close()
+    header = Header(
+        dtype=dtype_name(vocab), vocab_size=vocab, eos_id=0, tokenizer_hash="", shards=tuple(writer.shards)
+    )
+    (folder / HEADER).write_text(header.dumps())
+    values = recipe.model_dump()
+    values["data"]["train"] = [{"path": str(folder)}]
+    return Recipe(**values)
+
+
+def measure(job: Job, stream: Any, warmup: int, steps: int) -> dict[str, Any]:
+    """Milliseconds a step, their phases, and peak memory, of the real loop's ``train_step``."""
+    progress = Progress()
+    outcome = None
+    for _ in range(warmup):
+        outcome = train_step(job, stream, progress)
+    synchronize(job.device)
+    if job.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(job.device)
+    started = time.perf_counter()
+    for _ in range(steps):
+        outcome = train_step(job, stream, progress)
+    synchronize(job.device)
+    result: dict[str, Any] = {
+        "step_ms": 1e3 * (time.perf_counter() - started) / steps,
+        "memory_gib": memory_gib(job.device),
+    }
+    if job.recipe.parallel.pp == 1:
+        marks = Marks(job.device)
+        mark_phases(job, stream, marks)
+        marks("other")
+        for _ in range(steps):
+            outcome = train_step(job, stream, progress)
+            marks("other")
+        result["phases_ms"] = marks.milliseconds(steps)
+    if outcome is not None:
+        result["loss"], result["grad_norm"] = outcome.loss.item(), outcome.grad_norm.item()
+    return result
+
+
+def mark_phases(job: Job, stream: Any, marks: Marks) -> None:
+    """Wrap the parts of a step so that each marks its end."""
+    model = job.model.stages[0]
+
+    def before_forward(*_: Any) -> None:
+        marks("backward" if marks.points[-1][0] == "loss" else "other")
+
+    model.register_forward_pre_hook(before_forward)
+    model.register_forward_hook(lambda *_: marks("forward"))
+    _mark_after(stream, "batch", marks, "data")
+    _mark_after(job.runner, "loss_fn", marks, "loss")
+    _mark_after(job.runner, "step", marks, "backward")
+    _mark_after(job.optimizer, "clip_grad_norm", marks, "reduce")
+    _mark_after(job.optimizer, "step", marks, "optimizer")
+
+
+def _mark_after(owner: Any, name: str, marks: Marks, phase: str) -> None:
+    original: Callable[..., Any] = getattr(owner, name)
+
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        marks(phase)
+        return result
+
+    setattr(owner, name, marked)
+
+
+def measure_plain(recipe: Recipe, stream: Any, device: torch.device, warmup: int, steps: int) -> dict[str, Any]:
+    """The same training run as a plain torch script has it: fp32 weights, autocast, whole logits, fused AdamW."""
+    training, optim = recipe.training, recipe.optimizer
+    model: nn.Module = Llama(config_of(model_section(recipe))).to(device)
+    init_weights([model], seed=recipe.run.seed)
+    if training.compile:
+        compile_layers(model.layers, whole=True)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
+    )
+    narrow = training.param_dtype == "bfloat16"
+    micro = training.micro_batch_size
+
+    def step(samples: int) -> None:
+        batch = stream.batch(samples).to(device)
+        optimizer.zero_grad(set_to_none=True)
+        for tokens, labels in zip(batch.tokens.split(micro), batch.labels.split(micro), strict=True):
+            with torch.autocast(device.type, torch.bfloat16, enabled=narrow):
+                logits = model(tokens)
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+            (loss / batch.labels.numel()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.grad_clip)
+        optimizer.step()
+
+    size = training.global_batch_size
+    for number in range(warmup):
+        step(number * size)
+    synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    started = time.perf_counter()
+    for number in range(warmup, warmup + steps):
+        step(number * size)
+    synchronize(device)
+    return {"step_ms": 1e3 * (time.perf_counter() - started) / steps, "memory_gib": memory_gib(device)}
+
+
+def add_rates(result: dict[str, Any], job: Job) -> None:
+    """Tokens a second, FLOP/s and MFU of one device."""
+    training = job.recipe.training
+    tokens_per_s = training.global_batch_size * training.seq_len / result["step_ms"] * 1e3 / world.world_size()
+    flops = tokens_per_s * job.model.spec.flops_per_token(model_section(job.recipe), training.seq_len)
+    peak = peak_flops(torch.cuda.get_device_name(job.device)) if job.device.type == "cuda" else None
+    result |= {"tokens_per_s": tokens_per_s, "tflops": flops / 1e12, "mfu": flops / peak if peak else None}
+
+
+def show(results: dict[str, dict[str, Any]], title: str) -> None:
+    """Print the figures as a table."""
+    table = Table(title=title)
+    rows = ("tokens/s", "MFU", "TFLOP/s", "peak GiB", "ms a step", *PHASES)
+    table.add_column("a device")
+    columns = []
+    for name, result in results.items():
+        table.add_column(name, justify="right")
+        mfu = f"{result['mfu']:.1%}" if result["mfu"] else "unknown peak"
+        phases = result.get("phases_ms", {})
+        columns.append(
+            [
+                f"{result['tokens_per_s']:,.0f}",
+                mfu,
+                f"{result['tflops']:,.1f}",
+                f"{result['memory_gib']:.1f}",
+                f"{result['step_ms']:.1f}",
+                *(f"{phases[phase]:.1f}" if phase in phases else "" for phase in PHASES),
+            ]
+        )
+    for row, name in enumerate(rows):
+        table.add_row(name, *(column[row] for column in columns))
+    Console(width=100).print(table)
+
+
+def run(options: argparse.Namespace, recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """Measure what was asked for, one after another on this device."""
+    device = world.pick_device(recipe.run.device)
+    results = {}
+    with world.process_group(device):
+        job = build_job(recipe, device)
+        with closing(open_training(recipe, job.mesh, device)) as stream:
+            results["meshtron"] = measure(job, stream, options.warmup, options.steps)
+            add_rates(results["meshtron"], job)
+        if options.against == "plain":
+            job.model.stages.clear()
+            with closing(open_training(recipe, job.mesh, device)) as stream:
+                results["plain torch"] = measure_plain(recipe, stream, device, options.warmup, options.steps)
+            add_rates(results["plain torch"], job)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--steps", type=int, default=20, help="steps that are timed")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before, which compile")
+    parser.add_argument("--against", choices=["plain"], help="run the same shape through this too")
+    parser.add_argument("--random-data", action="store_true", help="write random token shards and read those")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    options = parser.parse_intermixed_args()
+    recipe = load_recipe(options.recipe, options.overrides).resolve(world.world_size())
+    with tempfile.TemporaryDirectory() as folder:
+        if options.random_data:
+            samples = recipe.training.global_batch_size * (2 * options.steps + options.warmup)
+            recipe = random_data(recipe, Path(folder) / "data", samples)
+        results = run(options, recipe)
+    if world.rank() != 0:
+        return
+    cuda = torch.cuda.is_available()
+    where = torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine()
+    title = f"{recipe.run.name}, {where}, torch {torch.__version__}, {date.today()}"
+    show(results, title)
+    if options.json:
+        options.json.write_text(json.dumps({"title": title, "recipe": recipe.model_dump(mode="json"), **results}))
+
+
+if __name__ == "__main__":
+    main()
