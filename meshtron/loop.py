@@ -1,6 +1,7 @@
 """The training loop: batches in, steps, and what is written down about them."""
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from meshtron.errors import MeshtronError
 from meshtron.feed import open_training, open_validation
 from meshtron.hf.recipe import fill_from_hf
 from meshtron.loss import IGNORE
+from meshtron.hostcopy import HostCopy
 from meshtron.metrics import MetricsWriter, StepMetrics, memory_gib, peak_flops
 from meshtron.optim import set_learning_rate
 from meshtron.recipe import Recipe, dump_recipe
@@ -61,12 +63,15 @@ def train(recipe: Recipe) -> Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a step gives, on the device."""
+    """What a step gives; what the device computes is waited for only when it is read."""
 
-    loss: Tensor
+    step: int
+    loss: HostCopy
     """Mean loss over the valid tokens of the global batch."""
-    grad_norm: Tensor
+    grad_norm: HostCopy
     """Global gradient norm before clipping."""
+    finite: HostCopy
+    """Whether both are finite; if not, the step was skipped."""
     lr: float
     data_wait_s: float
 
@@ -84,7 +89,7 @@ def run_steps(
     folder = Path(recipe.run.dir)
     interval, last = recipe.checkpoint.interval, recipe.training.steps
     held_out = open_validation(recipe, job.mesh, job.device) if recipe.validation.interval else None
-    stopwatch = Stopwatch()
+    stopwatch, unchecked = Stopwatch(), deque[Outcome]()
     with (
         open_metrics(job, progress) as metrics,
         scheduled_garbage_collection() as collect,
@@ -93,7 +98,10 @@ def run_steps(
         while progress.step < last:
             profile(progress.step + 1)
             outcome = train_step(job, stream, progress, lambda: stop.ask(checkpointer.failed))
-            check_skipped(job, outcome, progress, checkpointer)
+            unchecked.append(outcome)
+            # A GPU's finding is looked at while it works on the next step, so that it need not stand still.
+            while len(unchecked) > (job.device.type == "cuda"):
+                check_skipped(job, unchecked.popleft(), progress, checkpointer)
             stopwatch.count(outcome.data_wait_s)
             extra = {}
             if held_out is not None and progress.step % recipe.validation.interval == 0:
@@ -107,6 +115,8 @@ def run_steps(
             stopping = agreed.stop and progress.step < last
             due = progress.step == last or (interval and progress.step % interval == 0)
             if due or (stopping and recipe.checkpoint.save_on_exit):
+                while unchecked:
+                    check_skipped(job, unchecked.popleft(), progress, checkpointer)
                 with stopwatch.stopped(job.device):
                     save(job, checkpointer, progress)
             if stopping:
@@ -117,10 +127,12 @@ def run_steps(
 
 def check_skipped(job: Job, outcome: Outcome, progress: Progress, checkpointer: Checkpointer) -> None:
     """Log a step that was skipped; end the run after ``training.max_skipped_steps`` in a row."""
-    if not progress.skipped:
+    if outcome.finite.item():
+        progress.skipped = 0
         return
+    progress.skipped += 1
     most = job.recipe.training.max_skipped_steps
-    found = f"step {progress.step}: loss {outcome.loss.item()}, gradient norm {outcome.grad_norm.item()}"
+    found = f"step {outcome.step}: loss {outcome.loss.item()}, gradient norm {outcome.grad_norm.item()}"
     log.info("%s: skipped (%d in a row, %d end the run)", found, progress.skipped, most)
     if progress.skipped >= most:
         checkpointer.wait()
@@ -146,17 +158,20 @@ def train_step(
     loss = forward_backward(job, batch)
     after_backward()
     norm = job.optimizer.clip_grad_norm(job.recipe.optimizer.grad_clip or None)
-    if torch.isfinite(loss + norm):  # waits for the device: the update may not begin before this is known
-        job.optimizer.step()
-        progress.skipped = 0
-    else:
-        job.optimizer.skip_step()
-        progress.skipped += 1
+    finite = torch.isfinite(loss + norm)
+    job.optimizer.step(only_if=finite)
 
     progress.step += 1
     progress.samples += training.global_batch_size
     progress.tokens += training.global_batch_size * training.seq_len
-    return Outcome(loss=loss, grad_norm=norm, lr=rate, data_wait_s=stream.wait_s)
+    return Outcome(
+        step=progress.step,
+        loss=HostCopy(loss),
+        grad_norm=HostCopy(norm),
+        finite=HostCopy(finite),
+        lr=rate,
+        data_wait_s=stream.wait_s,
+    )
 
 
 def measure(job: Job, outcome: Outcome, progress: Progress, stopwatch: Stopwatch) -> StepMetrics:

@@ -22,6 +22,10 @@ class FusedAdamW(torch.optim.AdamW):
     gradient_factor: Tensor | None = None
     """Scalar on the device that the next ``step`` multiplies gradients by (the clip coefficient), or None."""
 
+    only_if: Tensor | None = None
+    """Boolean scalar on the device: where it is false the next ``step`` leaves weights and moments as they are, but
+    counts (``uncount_step`` takes that back). None always updates. For parameters on a CUDA device."""
+
     def __init__(self, params: Any, **defaults: Any) -> None:
         super().__init__(params, **defaults)
         self.copies: dict[Tensor, Tensor] = {}
@@ -51,8 +55,14 @@ class FusedAdamW(torch.optim.AdamW):
                 self._step_in_one_pass(group, held)
             elif held:
                 self._step_in_several(group, held)
-        self.gradient_factor = None
+        self.gradient_factor = self.only_if = None
         return loss
+
+    def uncount_step(self) -> None:
+        """Take back the count of a step that ``only_if`` kept from changing anything."""
+        counts = [state["step"] for state in self.state.values() if state]
+        if counts:
+            torch._foreach_sub_(counts, 1)
 
     def _step_in_several(self, group: dict[str, Any], held: Sequence[Tensor]) -> None:
         for parameter in held:
@@ -78,6 +88,8 @@ class FusedAdamW(torch.optim.AdamW):
         factor = self.gradient_factor
         if factor is None:
             factor = torch.ones((), device=device)
+        if self.only_if is not None:
+            factor = torch.where(self.only_if, factor, torch.nan)
         alike = defaultdict(list)
         for parameter in held:
             copy = self.copies.get(parameter)

@@ -86,9 +86,10 @@ def _adamw(
     masters = _pointer(table, num_tensors + tensor, tl.float32, ALIGNED)
     averages = _pointer(table, 2 * num_tensors + tensor, tl.float32, ALIGNED)
     squares = _pointer(table, 3 * num_tensors + tensor, tl.float32, ALIGNED)
+    factor = tl.load(clip)
     at = start + tl.arange(0, CHUNK)
-    inside = at < size
-    grad = tl.load(grads + at, mask=inside).to(tl.float32) * tl.load(clip)
+    inside = (at < size) & (factor == factor)
+    grad = tl.load(grads + at, mask=inside).to(tl.float32) * factor
     master = tl.load(masters + at, mask=inside)
     average = tl.load(averages + at, mask=inside)
     square = tl.load(squares + at, mask=inside)
@@ -119,7 +120,7 @@ def adamw(
     Args:
         columns: gradients, masters, first moments, second moments and, optionally, outputs: lists of contiguous
             tensors, alike in sizes. Gradients and outputs have one dtype each.
-        clip: float32 scalar on the device that gradients are multiplied by.
+        clip: float32 scalar on the device that gradients are multiplied by; with NaN nothing is changed.
         lr, betas, eps, weight_decay: as in ``torch.optim.AdamW`` (Loshchilov & Hutter, 2019).
         step: 1 at the first update.
     """

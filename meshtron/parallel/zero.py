@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshtron.errors import LayoutError
+from meshtron.hostcopy import HostCopy
 from meshtron.kernels.adamw import FusedAdamW, sum_of_squares
 from meshtron.parallel.placement import contiguous_stride, local_part, shard_range
 
@@ -161,6 +162,8 @@ class ZeroOptimizer:
         self._peers = self._find_peers(ties or {})
         self.inner = optimizer(self._groups(group_of), **defaults)
         self._fused = self.inner if isinstance(self.inner, FusedAdamW) else None
+        self._on_cuda = any(piece.master.is_cuda and piece.master.dtype == torch.float32 for piece in self._pieces)
+        self._undecided: HostCopy | None = None
         self._hands_over = self._fused is not None and self._dp.size == 1 and num_microbatches == 1
         if self._fused is not None:
             self._prepare(self._fused)
@@ -494,13 +497,30 @@ class ZeroOptimizer:
         return self.inner.param_groups
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Update this rank's shards and bring every dp rank's parameters up to date."""
+    def step(self, only_if: Tensor | None = None) -> None:
+        """Update this rank's shards and bring every dp rank's parameters up to date.
+
+        Args:
+            only_if: boolean scalar, the same on every rank; where it is false the step is skipped. With
+                ``FusedAdamW`` on a CUDA device nothing waits for it to be known.
+        """
+        self._settle()
+        if only_if is not None and self._fused is not None and self._on_cuda:
+            self._fused.only_if, self._undecided = only_if, HostCopy(only_if)
+        elif only_if is not None and not only_if:
+            return self.skip_step()
         self.reduce_gradients()
         self.inner.step()
         if self._fused is None or self._shards > 1:  # else parameters were written with their masters
             self.publish()
         self._begin_step()
+        return None
+
+    def _settle(self) -> None:
+        """Take back the count of the last step if the device found that it was to be skipped."""
+        undecided, self._undecided = self._undecided, None
+        if undecided is not None and not undecided.item() and self._fused is not None:
+            self._fused.uncount_step()
 
     def skip_step(self) -> None:
         """Drop the gradients of this step and leave weights and state as they are."""
@@ -554,6 +574,7 @@ class ZeroOptimizer:
         that the inner optimizer has not made yet is made, as zeros.
         """
         self._make_state()
+        self._settle()
         state = {}
         for piece in self._pieces:
             for key, value in self.inner.state[piece.master].items():
