@@ -18,8 +18,8 @@ from meshtron.data import Batch, TrainStream, ValidationSet
 from meshtron.errors import MeshtronError
 from meshtron.feed import open_training, open_validation
 from meshtron.hf.recipe import fill_from_hf
-from meshtron.loss import IGNORE
 from meshtron.hostcopy import HostCopy
+from meshtron.loss import IGNORE
 from meshtron.metrics import MetricsWriter, StepMetrics, memory_gib, peak_flops
 from meshtron.optim import set_learning_rate
 from meshtron.recipe import Recipe, dump_recipe
