@@ -51,16 +51,19 @@ def rope_table(
     """Cosines and sines for ``positions`` of shape (sequence,) or (batch, sequence).
 
     Returns:
-        Two float32 tensors of shape (1 or batch, 1, sequence, head_dim / 2), to broadcast over heads.
+        Two float32 tensors of shape (1 or batch, 1, sequence, head_dim), to broadcast over heads: the cosines of both
+        halves, and the sines with the first half negated.
     """
     frequencies = inverse_frequencies(head_dim, theta, scaling).to(positions.device, non_blocking=True)
     angles = positions.float()[..., None] * frequencies
     angles = angles[:, None] if positions.dim() == 2 else angles[None, None]
-    return angles.cos(), angles.sin()
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate ``x`` of shape (batch, heads, sequence, head_dim); computed in float32 or wider."""
     cos, sin = rope
-    low, high = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
-    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    swapped = wide.roll(wide.shape[-1] // 2, dims=-1)
+    return torch.addcmul(wide * cos, swapped, sin).to(x.dtype)
