@@ -63,6 +63,7 @@ def compute(device: str, seconds: float) -> None:
 
 def measure(folder: str, gib: float, device: str, repeats: int) -> dict[str, float]:
     """One rank's part of the benchmark; figures are the same on every rank."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
     if device == "cuda":
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     tensors = state(gib, device)

@@ -48,11 +48,13 @@ def local_state(pp: int, dp: int, tp: int, *, zero: bool, blank: bool = False) -
     """One rank's part of ``global_tensors``: names over pp, rows (of the cube columns) over tp, rows over dp."""
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
-    # the same ranks with tp in front: dp's slice of tp's shard
-    ranks = mesh.mesh[rank // (dp * tp)].T.contiguous()
-    both = DeviceMesh.from_group(
-        [mesh.get_group("tp"), mesh.get_group("dp")], "cpu", mesh=ranks, mesh_dim_names=("tp", "dp")
-    )
+    if dp == 1:
+        placed, over_dp = mesh["tp"], []
+    else:  # the same ranks with tp in front: dp's slice of tp's shard
+        ranks = mesh.mesh[rank // (dp * tp)].T.contiguous()
+        groups = [mesh.get_group("tp"), mesh.get_group("dp")]
+        placed = DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=("tp", "dp"))
+        over_dp = [Shard(0) if zero else Replicate()]
     state: dict[str, Tensor] = {}
     for number, (name, whole) in enumerate(global_tensors().items()):
         if number % pp != rank // (dp * tp):
@@ -60,14 +62,9 @@ def local_state(pp: int, dp: int, tp: int, *, zero: bool, blank: bool = False) -
         source = torch.zeros_like(whole) if blank else whole
         if whole.dim() == 0 or name == "kind.torch.bool":
             state[name] = source.clone()  # plain and replicated
-        elif name == "cube":
-            state[name] = distribute_tensor(
-                source, both, [Shard(1), Shard(0) if zero else Replicate()], src_data_rank=None
-            )
         else:
-            state[name] = distribute_tensor(
-                source, both, [Shard(0), Shard(0) if zero else Replicate()], src_data_rank=None
-            )
+            over_tp = Shard(1) if name == "cube" else Shard(0)
+            state[name] = distribute_tensor(source, placed, [over_tp, *over_dp], src_data_rank=None)
     return state
 
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from meshtron import loop
 from meshtron.build import build_job
-from meshtron.checkpoint import files, read_manifest, whole_steps
+from meshtron.checkpoint import checkpointer, files, read_manifest, whole_steps
 from meshtron.errors import CheckpointError, MeshtronError
 from meshtron.loop import train
 from meshtron.recipe import Recipe, dump_recipe
@@ -190,8 +190,8 @@ def test_auto_passes_over_damage_and_an_explicit_step_stops(folder, caplog):
 
 
 def train_and_signal(recipe: Recipe, number: int, at_step: int) -> tuple[int, str]:
-    """Train; the last rank alone gets a signal while it takes step ``at_step``."""
-    forward_backward, steps = loop.forward_backward, []
+    """Train on a slow disk; the last rank alone gets a signal while it takes step ``at_step``."""
+    forward_backward, write, steps = loop.forward_backward, checkpointer.write_file, []
 
     def with_signal(*args):
         steps.append(1)
@@ -200,18 +200,22 @@ def train_and_signal(recipe: Recipe, number: int, at_step: int) -> tuple[int, st
             time.sleep(0.3)  # until the listener has it
         return forward_backward(*args)
 
-    loop.forward_backward = with_signal
+    def slow_write(*args):
+        time.sleep(0.5)
+        return write(*args)
+
+    loop.forward_backward, checkpointer.write_file = with_signal, slow_write
     handler = signal.getsignal(number)
     try:
         progress = train(recipe)
     finally:
-        loop.forward_backward = forward_backward
+        loop.forward_backward, checkpointer.write_file = forward_backward, write
     assert signal.getsignal(number) is handler
     return progress.step, str(threading.enumerate())
 
 
 @pytest.mark.parametrize(("number", "save_on_exit"), [(signal.SIGTERM, True), (signal.SIGINT, False)])
-def test_a_signal_to_one_rank_stops_all_at_the_same_step(folder, number, save_on_exit):
+def test_a_signal_to_one_rank_stops_all_at_the_same_step_in_the_middle_of_a_save(folder, number, save_on_exit):
     recipe = small_recipe(folder, "1x2x1", checkpoint={"interval": 4, "save_on_exit": save_on_exit})
     ended = run_ranks(train_and_signal, 2, recipe, number, 5)
     assert {step for step, _ in ended} == {5}
