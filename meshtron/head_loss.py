@@ -154,11 +154,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_hidden = torch.empty_like(hidden)
             own = torch.empty(weight.shape, dtype=wide, device=weight.device) if chunks.weight_sink is None else None
             sink: Any = chunks.weight_sink() if chunks.weight_sink is not None else nullcontext((own, True))
+            buffer = hidden.new_empty(min(chunks.chunk_tokens, len(hidden)), len(weight))  # one for all chunks
             with sink as (grad_weight, overwrite):
                 for start in range(0, len(hidden), chunks.chunk_tokens):
                     part = slice(start, start + chunks.chunk_tokens)
                     rows = hidden[part]
-                    gradient = rows @ weight.t()
+                    gradient = torch.mm(rows, weight.t(), out=buffer[: len(rows)])
                     statistics[:, part] = _softmax(ctx.ops, gradient, labels[part], chunks)
                     torch.mm(gradient, weight, out=grad_hidden[part])
                     _add_product(grad_weight, gradient.t(), rows, overwrite and start == 0)

@@ -1,0 +1,122 @@
+"""Recomputation changes memory, not numbers; attention backends; the trace of chosen steps."""
+
+import gc
+import gzip
+import json
+import time
+
+import pytest
+import torch
+from torch.utils.checkpoint import CheckpointPolicy
+
+from meshtron.errors import LayoutError, RecipeError
+from meshtron.initialize import init_weights
+from meshtron.layers import _policy, convert_to_float8, recompute_layers
+from meshtron.models.attention import attention_backend, causal_attention
+from meshtron.models.llama import Llama
+from meshtron.timing import Stopwatch, profiler, scheduled_garbage_collection
+from tests.layouts import small_config
+
+CPU = torch.device("cpu")
+
+
+def gradients(mode: str) -> tuple[dict[str, torch.Tensor], int]:
+    """Gradients of a small Llama, and how many elements of activations its forward pass keeps."""
+    model = Llama(small_config(num_hidden_layers=2))
+    init_weights([model], seed=0)
+    recompute_layers(model.layers, mode)
+    ids = torch.arange(32).view(2, 16)
+    kept: dict[int, int] = {}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(ids).square().mean()
+    loss.backward()
+    return {name: p.grad for name, p in model.named_parameters()}, sum(kept.values())
+
+
+def test_recomputed_layers_give_bit_equal_gradients_and_keep_less():
+    (expected, most), (selective, _), (full, least) = (gradients(mode) for mode in ("none", "selective", "full"))
+    assert expected.keys() == selective.keys() == full.keys()
+    for name, gradient in expected.items():
+        assert torch.equal(gradient, selective[name]), name
+        assert torch.equal(gradient, full[name]), name
+    assert least < most / 2
+
+
+def test_selective_keeps_matrix_products_and_attention_only():
+    aten = torch.ops.aten
+    assert _policy(None, aten.mm.default) == CheckpointPolicy.MUST_SAVE
+    assert _policy(None, aten._scaled_dot_product_flash_attention.default) == CheckpointPolicy.MUST_SAVE
+    assert _policy(None, aten.silu.default) == CheckpointPolicy.PREFER_RECOMPUTE
+    assert _policy(None, aten.mul.Tensor) == CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # all that a CPU can do
+@pytest.mark.parametrize("window", [None, 5])
+def test_flex_equals_scaled_dot_product_attention(window):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 32, 16) for heads in (4, 2, 2))
+    expected = causal_attention(q, k, v, window=window)
+    torch.testing.assert_close(attention_backend("flex")(q, k, v, window=window), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU refuses")
+def test_what_needs_a_gpu_is_refused_by_name():
+    with pytest.raises(RecipeError, match=r"flash_attn.*needs a CUDA device"):
+        attention_backend("flash_attn")
+    with pytest.raises(RecipeError, match="float8 = 'rowwise' needs a GPU"):
+        convert_to_float8(torch.nn.Linear(4, 4), "rowwise")
+    assert attention_backend("auto") is causal_attention
+    with pytest.raises(RecipeError, match="use one of auto, sdpa, flash_attn, flex"):
+        attention_backend("fast")
+
+
+def test_trace_holds_the_chosen_steps(tmp_path):
+    with profiler("2:3", tmp_path) as before:
+        for step in range(1, 6):
+            before(step)
+            with torch.profiler.record_function(f"step {step}"):
+                torch.ones(4).sum()
+    (trace,) = (tmp_path / "traces").iterdir()
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert {event["name"] for event in events if event["name"].startswith("step ")} == {"step 2", "step 3"}
+
+
+def test_garbage_is_collected_on_schedule_only():
+    with scheduled_garbage_collection() as collect:
+        assert not gc.isenabled()
+        collect(1)
+    assert gc.isenabled()
+
+
+def test_stopwatch_leaves_out_what_is_not_a_step():
+    watch = Stopwatch()
+    watch.count(0.5)
+    watch.count(1.5)
+    with watch.stopped(CPU):
+        time.sleep(0.2)
+    step_s, waited_s = watch.lap()
+    assert step_s < 0.1
+    assert waited_s == 1.0
+
+
+def test_schedules_that_split_the_backward_pass_do_not_recompute(tmp_path):
+    from meshtron.build import Model, prepare_layers
+    from meshtron.models import model_spec
+    from tests.runs import small_recipe
+
+    recipe = small_recipe(
+        tmp_path,
+        "2x1x1",
+        parallel={"schedule": "ZBVZeroBubble", "stages_per_rank": 2},
+        training={"activation_checkpointing": "full"},
+    )
+    model = Model(spec=model_spec("llama"), stages=[], ties={}, shapes={})
+    with pytest.raises(LayoutError, match="recompute a layer once a weight"):
+        prepare_layers(recipe, model)
