@@ -164,7 +164,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     torch.mm(gradient, weight, out=grad_hidden[part])
                     _add_product(grad_weight, gradient.t(), rows, overwrite and start == 0)
             ctx.has_sink = own is None
-            ctx.save_for_backward(grad_hidden, own)
+            # Neither inputs nor outputs, and scaled in place: autograd's guard of saved tensors is not for them.
+            ctx.gradients = grad_hidden, own
         else:
             for start in range(0, len(hidden), chunks.chunk_tokens):
                 part = slice(start, start + chunks.chunk_tokens)
@@ -174,7 +175,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors
+        grad_hidden, grad_weight = ctx.gradients
         if ctx.has_sink:
             # What was added to somebody else's sum cannot be scaled any more.
             grad = torch.where(grad == 1, grad, torch.nan)
