@@ -18,12 +18,22 @@ from meshtron.data.tokenizer import train_tokenizer
 from meshtron.errors import CheckpointError, MeshtronError, RecipeError
 from meshtron.generate.load import recipe_for_inference
 from meshtron.hf.convert import export_hf, import_hf
+from meshtron.hf.recipe import fill_from_hf
 from meshtron.hf.weights import INDEX, WeightFiles, parse_size
 from meshtron.loop import train
 from meshtron.mesh import Layout, build_mesh
 from meshtron.parallel.pipeline import forward_stages
 from meshtron.parallel.placement import shard_range
-from meshtron.recipe import DataSection, ModelSection, ParallelSection, Recipe, RunSection, Source, TrainingSection
+from meshtron.recipe import (
+    CheckpointSection,
+    DataSection,
+    ModelSection,
+    ParallelSection,
+    Recipe,
+    RunSection,
+    Source,
+    TrainingSection,
+)
 from meshtron.source import find_source
 from meshtron.testing import run_ranks
 from tests.hf_models import CASES, logits_of, model_of, tokens_of, write
@@ -199,6 +209,26 @@ def test_a_run_from_a_folder_exports_what_it_trained(
         assert tokenizer.eos_token == "<|endoftext|>"
 
 
+def test_an_imported_checkpoint_gives_a_run_its_weights(
+    folders: dict[str, Path], corpus: Path, tmp_path: Path
+) -> None:
+    import_hf(folders["qwen3"], tmp_path / "in")
+    direct = _recipe(folders["qwen3"], corpus, tmp_path / "direct", pp=2)
+    section = fill_from_hf(direct).model.model_copy(update={"from_hf": ""})
+    resumed = direct.model_copy(
+        update={
+            "run": RunSection(dir=str(tmp_path / "resumed"), device="cpu"),
+            "model": section,
+            "checkpoint": CheckpointSection(resume=str(tmp_path / "in"), load="weights"),
+        }
+    )
+    run_ranks(_train_all, 2, [direct, resumed])
+    lines = [(tmp_path / run / "metrics.jsonl").read_text().splitlines() for run in ("direct", "resumed")]
+    losses = [[json.loads(line)["loss"] for line in run] for run in lines]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 3
+
+
 def _first_batch(corpus: Path) -> str:
     from meshtron.data import open_source
 
@@ -308,8 +338,6 @@ def test_a_damaged_checkpoint_is_not_exported(folders: dict[str, Path], tmp_path
 
 
 def test_a_recipe_may_adjust_but_not_contradict_the_folder(folders: dict[str, Path], corpus: Path) -> None:
-    from meshtron.hf.recipe import fill_from_hf
-
     recipe = _recipe(folders["qwen3"], corpus, Path("run"))
     model = fill_from_hf(recipe).model
     assert (model.family, model.head_dim, model.num_key_value_heads, model.vocab_size) == ("qwen3", 16, 3, 263)
