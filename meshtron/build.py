@@ -1,6 +1,7 @@
 """Recipe -> Job: everything a run needs, built in the order the data flows."""
 
 import functools
+import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshtron.errors import LayoutError
+from meshtron.errors import RecipeError
 from meshtron.head_loss import HeadLoss
 from meshtron.hf.weights import load_folder
 from meshtron.initialize import init_weights, materialize
@@ -131,6 +132,8 @@ def place_model(recipe: Recipe, mesh: DeviceMesh, device: torch.device) -> Model
     with torch.device("meta"):
         whole = spec.build(section)
     check_plan(whole, plan, parallel.tp, uneven=spec.uneven)
+    if recipe.data.document_mask:
+        check_takes_documents(whole)
     ties = find_ties(whole)
     shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}  # before ties are pulled apart
     stages = split_stages(
@@ -145,32 +148,23 @@ def place_model(recipe: Recipe, mesh: DeviceMesh, device: torch.device) -> Model
     return Model(spec=spec, stages=stages, ties=ties, shapes=shapes)
 
 
-def prepare_layers(recipe: Recipe, model: Model) -> None:
-    """Recompute and compile the layers of this rank's stages as [training] says.
+def check_takes_documents(model: nn.Module) -> None:
+    """Raise RecipeError for a model that cannot keep documents apart."""
+    if "document_ids" not in inspect.signature(model.forward).parameters:
+        raise RecipeError(
+            f"data.document_mask: the forward of {type(model).__name__} takes no document_ids (batch, sequence): "
+            "add it, or set data.document_mask = false"
+        )
 
-    Raises:
-        LayoutError: the schedule or the layout cannot be combined with what was asked for.
-    """
-    training, parallel = recipe.training, recipe.parallel
-    mode = training.activation_checkpointing
-    if mode != "none" and parallel.pp > 1 and parallel.schedule in _SPLIT_BACKWARD:
-        raise LayoutError(
-            f'parallel.schedule = "{parallel.schedule}" computes weight gradients in a pass of their own, which '
-            f'would recompute a layer once a weight: set training.activation_checkpointing = "none", found "{mode}"'
-        )
-    if mode == "selective" and training.compile and parallel.tp > 1:
-        raise LayoutError(
-            'training.activation_checkpointing = "selective" does not combine with training.compile = true at '
-            f'parallel.tp = {parallel.tp}: use "full" or "none"'
-        )
+
+def prepare_layers(recipe: Recipe, model: Model) -> None:
+    """Recompute and compile the layers of this rank's stages as [training] says."""
+    training = recipe.training
     for stage in model.stages:
         layers = list(stage.get_submodule(model.spec.stages.layers).children())
-        recompute_layers(layers, mode)
+        recompute_layers(layers, training.activation_checkpointing)
         if training.compile:
-            compile_layers(layers, whole=parallel.tp == 1)
-
-
-_SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+            compile_layers(layers, whole=recipe.parallel.tp == 1)
 
 
 def build_loss(recipe: Recipe, mesh: DeviceMesh, model: Model, optimizer: ZeroOptimizer) -> CausalLMLoss | HeadLoss:

@@ -49,6 +49,12 @@ def open_validation(recipe: Recipe, mesh: DeviceMesh, device: torch.device) -> V
 
 def _open(recipe: Recipe, sections: Sequence[SourceSection], seq_len: int) -> tuple[Source, ...]:
     return tuple(
-        open_source(section.path, seq_len=seq_len, vocab_size=recipe.model.vocab_size, weight=section.weight)
+        open_source(
+            section.path,
+            seq_len=seq_len,
+            vocab_size=recipe.model.vocab_size,
+            weight=section.weight,
+            packing="documents" if recipe.data.document_mask else "concat",
+        )
         for section in sections
     )

@@ -200,7 +200,13 @@ def forward_backward(job: Job, batch: Batch) -> Tensor:
     """Forward and backward of a global batch; returns its mean token loss, the same on every rank."""
     batch = batch.to(job.device)
     job.loss_fn.denominator = valid_tokens(job, batch.labels).clamp(min=1)
-    return total_over_ranks(job, job.runner.step(batch.tokens, batch.labels))
+    return total_over_ranks(job, job.runner.step(batch.tokens, batch.labels, **document_tensors(batch)))
+
+
+def document_tensors(batch: Batch) -> dict[str, Tensor]:
+    """What every stage's forward is given besides its input where documents are kept apart."""
+    found = {"positions": batch.positions, "document_ids": batch.document_ids}
+    return {key: tensor for key, tensor in found.items() if tensor is not None}
 
 
 @torch.no_grad()
@@ -213,10 +219,12 @@ def validate(job: Job, held_out: ValidationSet) -> float:
     for start in held_out.starts():
         batch = held_out.batch(start).to(job.device)
         count += valid_tokens(job, batch.labels)
-        for tokens, labels in zip(batch.tokens.split(micro_batch), batch.labels.split(micro_batch), strict=True):
-            logits = job.runner.forward(tokens)
+        for start in range(0, len(batch.tokens), micro_batch):
+            rows = slice(start, start + micro_batch)
+            documents = {key: tensor[rows] for key, tensor in document_tensors(batch).items()}
+            logits = job.runner.forward(batch.tokens[rows], **documents)
             if logits is not None:
-                loss_sum += job.loss_fn(logits, labels)
+                loss_sum += job.loss_fn(logits, batch.labels[rows])
     return (total_over_ranks(job, loss_sum) / count.clamp(min=1)).item()
 
 

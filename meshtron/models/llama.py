@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 from meshtron.models.attention import Attend, attention_backend, causal_attention
+from meshtron.models.documents import document_mask
 from meshtron.models.rope import RopeScaling, apply_rope, rope_table
 from meshtron.models.spec import StageLayout
 
@@ -192,6 +193,7 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig, attend: Attend = causal_attention) -> None:
         super().__init__()
         self.config = config
+        self.attend = attend
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, attend) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -200,7 +202,12 @@ class Llama(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
 
     def forward(
-        self, x: Tensor, positions: Tensor | None = None, mask: Any = None, last: Tensor | None = None
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        mask: Any = None,
+        last: Tensor | None = None,
+        document_ids: Tensor | None = None,
     ) -> Tensor:
         """Token ids (batch, sequence), or an earlier stage's hidden states, to logits or hidden states.
 
@@ -212,7 +219,11 @@ class Llama(nn.Module):
             mask: passed to the attention function as it is.
             last: (batch,) index in ``x`` of the one token of each row whose logits are wanted, so that logits are
                 (batch, 1, vocabulary); by default those of all tokens. Not under sequence parallelism.
+            document_ids: (batch, sequence) number of each token's document in its row; attention then stays inside
+                documents. Takes the place of ``mask``.
         """
+        if document_ids is not None:
+            mask = document_mask(self.attend, document_ids, self.config.sliding_window)
         if positions is None:
             positions = torch.arange(self.sequence_length(x), device=x.device)
         if self.embed_tokens is not None:

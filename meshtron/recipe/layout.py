@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from meshtron.recipe.sections import Recipe
 
 ONE_STAGE_SCHEDULES = ("AFAB", "1F1B")
+SPLIT_BACKWARD_SCHEDULES = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")  # each rank holds a stage of the way down and one of the way up
 
 
@@ -84,10 +85,29 @@ def _model_problems(recipe: "Recipe") -> list[str]:
             f"parallel: pp({parallel.pp}) * stages_per_rank({parallel.stages_per_rank}) = {stages} stages, but "
             f"model.num_hidden_layers is {model.num_hidden_layers}: each stage needs a layer"
         )
-    if parallel.schedule == "ZBVZeroBubble" and recipe.training.activation_checkpointing == "full":
+    if recipe.data.document_mask and model.attention == "flash_attn":
         problems.append(
-            "training.activation_checkpointing: full would run each block's forward again for every weight under "
-            'ZBVZeroBubble: use "selective" or another parallel.schedule'
+            'model.attention: "flash_attn" has no document masks, as data.document_mask needs: use "auto", "sdpa" or '
+            '"flex"'
+        )
+    return problems + _recomputation_problems(recipe)
+
+
+def _recomputation_problems(recipe: "Recipe") -> list[str]:
+    """What torch cannot combine with activation checkpointing."""
+    parallel, training = recipe.parallel, recipe.training
+    mode = training.activation_checkpointing
+    problems = []
+    if mode != "none" and parallel.pp > 1 and parallel.schedule in SPLIT_BACKWARD_SCHEDULES:
+        problems.append(
+            f'training.activation_checkpointing: "{mode}" would recompute each layer once a weight under '
+            f'{parallel.schedule}, which computes weight gradients in a pass of their own: use "none" or another '
+            "parallel.schedule"
+        )
+    if mode == "selective" and training.compile and parallel.tp > 1:
+        problems.append(
+            f'training.activation_checkpointing: "selective" does not combine with training.compile at tp({parallel.tp}): '
+            'use "full" or "none"'
         )
     return problems
 
