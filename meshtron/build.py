@@ -3,7 +3,8 @@
 import functools
 import inspect
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,15 @@ from meshtron.layers import compile_layers, convert_to_float8, recompute_layers
 from meshtron.loss import CausalLMLoss
 from meshtron.mesh import Layout, build_mesh
 from meshtron.models import ModelSpec, model_spec
-from meshtron.optim import GroupRule, LearningRate, check_rules, parameter_options
+from meshtron.optim import GroupRule, LearningRate, check_rules, describe_groups, parameter_options
 from meshtron.parallel.pipeline import Boundary, PipelineRunner, split_stages
 from meshtron.parallel.placement import shard_range
 from meshtron.parallel.tensor import apply_tensor_parallel, check_plan
 from meshtron.parallel.tied import find_ties, retie
 from meshtron.parallel.zero import ZeroOptimizer
 from meshtron.recipe import Recipe
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +67,10 @@ def build_job(recipe: Recipe, device: torch.device) -> Job:
     """
     training, optim = recipe.training, recipe.optimizer
     torch.use_deterministic_algorithms(recipe.run.deterministic)
+    if recipe.model.attention == "flex" and device.type == "cpu":
+        raise RecipeError(
+            'model.attention: "flex" cannot train on a CPU, where FlexAttention has no backward pass: use "auto"'
+        )
 
     mesh = build_mesh(layout_of(recipe), "cuda" if device.type == "cuda" else "cpu")
     model = build_model(recipe, mesh, device)
@@ -72,11 +79,14 @@ def build_job(recipe: Recipe, device: torch.device) -> Job:
 
     rules = [GroupRule(**group.model_dump()) for group in optim.groups]
     check_rules(rules, model.shapes)
+    options = parameter_options(rules, lr_scale_of(recipe, model.spec))
+    for line in describe_groups(options, model.shapes, optim.weight_decay):
+        log.info("optimizer group: %s", line)
     optimizer = ZeroOptimizer(
         model.stages,
         mesh,
         optimizer=functools.partial(FusedAdamW, fused=device.type == "cpu"),
-        group_of=parameter_options(rules),
+        group_of=options,
         num_microbatches=recipe.num_microbatches,
         shard=recipe.parallel.zero == 1,
         grad_dtype=dtype_of(training.grad_accum_dtype),
@@ -155,6 +165,12 @@ def check_takes_documents(model: nn.Module) -> None:
             f"data.document_mask: the forward of {type(model).__name__} takes no document_ids (batch, sequence): "
             "add it, or set data.document_mask = false"
         )
+
+
+def lr_scale_of(recipe: Recipe, spec: ModelSpec) -> Callable[[str], float]:
+    """The model's own factor on the learning rate by parameter name; 1 for a family that has none."""
+    scale = getattr(spec, "lr_scale", None)
+    return scale(model_section(recipe)) if scale else lambda name: 1.0
 
 
 def prepare_layers(recipe: Recipe, model: Model) -> None:

@@ -129,6 +129,8 @@ def check_skipped(job: Job, outcome: Outcome, progress: Progress, checkpointer: 
     """Log a step that was skipped; end the run after ``training.max_skipped_steps`` in a row."""
     if outcome.finite.item():
         progress.skipped = 0
+        if outcome.grad_norm.item() == 0:
+            log.info("step %d: no token of the batch has a loss, so weights stay as they are", outcome.step)
         return
     progress.skipped += 1
     most = job.recipe.training.max_skipped_steps
@@ -147,8 +149,9 @@ def train_step(
 ) -> Outcome:
     """One optimizer step.
 
-    A step whose loss or gradient norm is not finite leaves weights and optimizer as they are. Both are the same
-    on every rank, so all ranks skip it.
+    A step whose loss or gradient norm is not finite leaves weights and optimizer as they are, and so does one that
+    has nothing to learn from (no token of the global batch has a loss): weight decay would still move weights. Loss
+    and norm are the same on every rank, so all ranks skip it.
     """
     training = job.recipe.training
     batch = stream.batch(progress.samples)
@@ -159,7 +162,7 @@ def train_step(
     after_backward()
     norm = job.optimizer.clip_grad_norm(job.recipe.optimizer.grad_clip or None)
     finite = torch.isfinite(loss + norm)
-    job.optimizer.step(only_if=finite)
+    job.optimizer.step(only_if=finite & (norm != 0))
 
     progress.step += 1
     progress.samples += training.global_batch_size

@@ -70,18 +70,21 @@ class GroupRule:
     """Replaces the optimizer's weight decay; None leaves it."""
 
 
-def parameter_options(rules: Sequence[GroupRule] = ()) -> Callable[[str, torch.Size], dict[str, Any]]:
+def parameter_options(
+    rules: Sequence[GroupRule] = (), lr_scale: Callable[[str], float] = lambda name: 1.0
+) -> Callable[[str, torch.Size], dict[str, Any]]:
     """Hyper-parameters by parameter name and shape, for ``ZeroOptimizer(group_of=...)``.
 
-    Norms and biases (anything of fewer than two dims) are not decayed; then the last matching rule has its say.
+    Norms and biases (anything of fewer than two dims) are not decayed; then the last matching rule has its say. A
+    rule's ``lr_scale`` is a factor on the model's own, ``lr_scale(name)``.
     """
 
     def options(name: str, shape: torch.Size) -> dict[str, Any]:
         chosen: dict[str, Any] = {} if len(shape) >= 2 else {"weight_decay": 0.0}
-        chosen["lr_scale"] = 1.0
+        chosen["lr_scale"] = lr_scale(name)
         for rule in rules:
             if fnmatchcase(name, rule.match):
-                chosen["lr_scale"] = rule.lr_scale
+                chosen["lr_scale"] = lr_scale(name) * rule.lr_scale
                 if rule.weight_decay is not None:
                     chosen["weight_decay"] = rule.weight_decay
         return chosen
@@ -97,6 +100,18 @@ def check_rules(rules: Sequence[GroupRule], shapes: Mapping[str, torch.Size]) ->
                 f"optimizer.groups: match = {rule.match!r} matches no parameter; names look like "
                 f"{', '.join(list(shapes)[:3])}"
             )
+
+
+def describe_groups(
+    options: Callable[[str, torch.Size], dict[str, Any]], shapes: Mapping[str, torch.Size], weight_decay: float
+) -> list[str]:
+    """A line for each group of the whole model's parameters: its hyper-parameters and its size."""
+    sizes: dict[str, list[int]] = {}
+    for name, shape in shapes.items():
+        chosen = {"weight_decay": weight_decay} | options(name, shape)
+        key = f"learning rate x {chosen['lr_scale']:g}, weight decay {chosen['weight_decay']:g}"
+        sizes.setdefault(key, []).append(shape.numel())
+    return [f"{key}: {len(found)} tensors, {sum(found):,} parameters" for key, found in sizes.items()]
 
 
 def set_learning_rate(groups: Sequence[dict[str, Any]], rate: float) -> None:

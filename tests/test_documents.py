@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from meshtron.build import build_job, check_takes_documents
 from meshtron.errors import MeshtronError, RecipeError
 from meshtron.initialize import init_weights
 from meshtron.models.attention import attention_backend
 from meshtron.models.llama import Llama
+from meshtron.testing import run_ranks
 from tests.combinations import positions_of, recipe_of
 from tests.layouts import small_config
 
@@ -21,6 +23,8 @@ def model(backend: str, **changes) -> Llama:
     return whole
 
 
+# Without gradients: FlexAttention has no backward pass on a CPU.
+@torch.no_grad()
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_logits_of_a_document_are_those_it_has_alone(backend, window):
@@ -29,9 +33,12 @@ def test_the_logits_of_a_document_are_those_it_has_alone(backend, window):
     packed = whole(tokens, positions_of(IDS), document_ids=IDS)
     for document in range(len(LENGTHS)):
         mine = IDS[0] == document
-        torch.testing.assert_close(packed[:, mine], model("sdpa", sliding_window=window)(tokens[:, mine]), rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            packed[:, mine], model("sdpa", sliding_window=window)(tokens[:, mine]), rtol=0, atol=1e-12
+        )
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_neighbour_changes_no_bit(backend):
     whole = model(backend)
@@ -50,13 +57,20 @@ def test_a_backend_without_masks_is_refused():
         recipe.resolve(1)
 
 
+def flex_on_cpu() -> None:
+    build_job(recipe_of({"mesh": "1x1x1", "model.attention": "flex"}).resolve(1), torch.device("cpu"))
+
+
+def test_training_with_flex_on_a_cpu_is_refused():
+    with pytest.raises(AssertionError, match=r"RecipeError: model.attention: \"flex\" cannot train on a CPU"):
+        run_ranks(flex_on_cpu, 1)
+
+
 class NoDocuments(torch.nn.Module):
     def forward(self, x, positions=None):
         return x
 
 
 def test_a_model_that_takes_no_document_ids_is_refused():
-    from meshtron.build import check_takes_documents
-
     with pytest.raises(RecipeError, match=r"forward of NoDocuments takes no document_ids"):
         check_takes_documents(NoDocuments())

@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
+from meshtron.models import mup
 from meshtron.models.attention import Attend, attention_backend, causal_attention
 from meshtron.models.documents import document_mask
 from meshtron.models.rope import RopeScaling, apply_rope, rope_table
@@ -272,6 +273,12 @@ def config_of(model: Mapping[str, Any]) -> LlamaConfig:
     return LlamaConfig(**values)
 
 
+def width_factor(model: Mapping[str, Any]) -> float:
+    """How many times wider than ``mup_base_width`` a recipe's [model] section is; 1 without muP."""
+    base = model.get("mup_base_width") or 0
+    return model["hidden_size"] / base if base else 1.0
+
+
 class LlamaSpec:
     """Llama and its relatives as a recipe sees them (``ModelSpec``).
 
@@ -299,8 +306,13 @@ class LlamaSpec:
         return tensor_parallel_plan(sequence_parallel, qk_norm=self.config(model).qk_norm)
 
     def init_std(self, model: Mapping[str, Any]) -> Callable[[str], float]:
-        """``init_std`` by parameter name."""
-        return partial(init_std, self.config(model))
+        """``init_std`` by parameter name, times muP's factor where ``mup_base_width`` is set."""
+        config, m = self.config(model), width_factor(model)
+        return lambda name: init_std(config, name) * mup.init_factor(name, m)
+
+    def lr_scale(self, model: Mapping[str, Any]) -> Callable[[str], float]:
+        """muP's factor on the learning rate by parameter name; 1 where ``mup_base_width`` is 0."""
+        return partial(mup.lr_factor, m=width_factor(model))
 
     def flops_per_token(self, model: Mapping[str, Any], sequence: int) -> int:
         """``flops_per_token``."""

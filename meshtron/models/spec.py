@@ -30,7 +30,8 @@ class StageLayout:
 class ModelSpec(Protocol):
     """A model family: what ``[model] family = "..."`` in a recipe stands for.
 
-    ``model`` in the arguments is the recipe's [model] section as a plain mapping.
+    ``model`` in the arguments is the recipe's [model] section as a plain mapping. A family may also have
+    ``lr_scale(model)``, which gives a factor on the learning rate by parameter name (muP).
     """
 
     stages: StageLayout

@@ -63,8 +63,8 @@ def compare_recipe(recipe: Recipe, variants: Sequence[Variant], *, steps: int = 
     device, notes = _pick_device(recipe.run.device, variants)
     if missing := data_missing(recipe):
         notes.append(f"{missing} is not there: comparing on random tokens")
-    if recipe.model.attention == "flash_attn":
-        notes.append(f"flash_attn has no {dtype}: attention runs through sdpa")
+    if recipe.model.attention == "flash_attn" or (recipe.model.attention == "flex" and device == "cpu"):
+        notes.append(f"{recipe.model.attention} does not train in {dtype} on {device}: attention runs through sdpa")
     recipes, problems = [], []
     for variant in variants:
         try:
@@ -127,7 +127,8 @@ def variant_recipe(recipe: Recipe, variant: Variant, dtype: str, device: str) ->
     values["run"] |= {"device": device}
     values["training"] |= {"param_dtype": dtype, "grad_accum_dtype": dtype, "float8": "off"}
     values["optimizer"] |= {"moment_dtype": "float32"}
-    values["model"] |= {"attention": "flex" if recipe.model.attention == "flex" else "sdpa"}
+    keeps_flex = recipe.model.attention == "flex" and device == "cuda"
+    values["model"] |= {"attention": "flex" if keeps_flex else "sdpa"}
     return Recipe(**values).resolve(layout.world_size)
 
 

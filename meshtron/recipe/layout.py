@@ -106,8 +106,8 @@ def _recomputation_problems(recipe: "Recipe") -> list[str]:
         )
     if mode == "selective" and training.compile and parallel.tp > 1:
         problems.append(
-            f'training.activation_checkpointing: "selective" does not combine with training.compile at tp({parallel.tp}): '
-            'use "full" or "none"'
+            'training.activation_checkpointing: "selective" does not combine with training.compile at '
+            f'tp({parallel.tp}): use "full" or "none"'
         )
     return problems
 

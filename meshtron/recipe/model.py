@@ -67,6 +67,9 @@ class ModelSection(Section):
     """Attention backend; "auto" takes the fastest of the device. Default "auto"."""
     init_std: Annotated[float, Field(gt=0)] = 0.02
     """Standard deviation of initial weights. Default 0.02."""
+    mup_base_width: Count = 0
+    """hidden_size at which learning rate and init_std were found: both are then scaled to this width (muP); 0 for no
+    scaling. Default 0."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -107,6 +110,8 @@ def _missing_or_odd_sizes(model: ModelSection) -> list[tuple[str, str]]:
                 f"{kv_heads} does not divide num_attention_heads({heads}): use one of {divisors}",
             )
         )
+    if model.mup_base_width and model.tie_word_embeddings:
+        found.append(("mup_base_width", "a tied head cannot be scaled apart from the embedding: untie them"))
     if "head_dim" not in model.model_fields_set and model.hidden_size % heads:
         found.append(
             (

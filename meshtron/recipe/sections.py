@@ -136,7 +136,7 @@ class OptimizerSection(Section):
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which Adam's moments are kept. Default "float32"."""
     groups: Annotated[tuple[OptimizerGroup, ...], Field(strict=False)] = ()
-    """Groups with a learning rate or weight decay of their own; the first match counts. Default []."""
+    """Groups with a learning rate or weight decay of their own; of two that match, the later counts. Default []."""
 
 
 class LRScheduleSection(Section):
