@@ -7,6 +7,7 @@ import torch
 from meshtron.build import build_job
 from meshtron.data import Batch
 from meshtron.loop import train_step
+from meshtron.parallel.placement import local_part
 from meshtron.resume import Progress
 from meshtron.testing import run_ranks
 from tests.combinations import BATCH, SEQUENCE, recipe_of
@@ -40,7 +41,7 @@ def three_steps(mesh: str) -> list[str]:
     stream, progress, seen = Labelless(BATCH // recipe.parallel.dp), Progress(), Lines()
     logging.getLogger("meshtron.loop").addHandler(seen)
     logging.getLogger("meshtron.loop").setLevel(logging.INFO)
-    parameters = [p.detach() for stage in job.model.stages for p in stage.parameters()]
+    parameters = [local_part(p).detach() for stage in job.model.stages for p in stage.parameters()]
     moved = []
     for _ in range(3):
         before = [torch.clone(p) for p in parameters]
@@ -56,6 +57,6 @@ def three_steps(mesh: str) -> list[str]:
 
 
 def test_a_step_without_labels_leaves_weights_as_they_are():
-    for mesh, ranks in (("1x1x1", 1), ("2x2x2 1F1B", 8)):
+    for mesh, ranks in (("1x1x1", 1), ("2x1x2 1F1B", 4)):
         for lines in run_ranks(three_steps, ranks, mesh):
             assert lines == ["step 2: no token of the batch has a loss, so weights stay as they are"]

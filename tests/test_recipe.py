@@ -187,9 +187,9 @@ def test_wrong_value_is_refused(path, override, message):
             "= 5 micro-batches a step: use a global_batch_size of 4 or 6",
         ),
         (
-            ["parallel.schedule=ZBVZeroBubble", "training.activation_checkpointing=full"],
-            1,
-            "full would run each block's forward again",
+            ["parallel.pp=2", "parallel.schedule=ZBVZeroBubble", "training.activation_checkpointing=full"],
+            2,
+            'activation_checkpointing: "full" would recompute each layer once a weight under ZBVZeroBubble',
         ),
         (["model.max_position_embeddings=4"], 1, "8 tokens, but model.max_position_embeddings is 4"),
     ],
