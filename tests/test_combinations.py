@@ -76,12 +76,19 @@ def test_every_pair_of_options_equals_plain_torch(ranks):
     results = run_ranks(run_rows, ranks, rows, timeout_s=600)
     for row, curves in zip(rows, zip(*results, strict=True), strict=True):
         expected, tolerance = plain(row), TOLERANCE[row["training.param_dtype"]]
+        whole = sum(weight.double().norm() ** 2 for weight in expected.weights.values()) ** 0.5
         held = set()
         for curve in curves:
             compare(curve.losses, expected.losses, f"loss of {row}", rtol=tolerance)
             compare(curve.norms, expected.norms, f"gradient norm of {row}", rtol=tolerance)
             for name, weight in curve.weights.items():
-                compare(weight, expected.weights[name], f"{name} of {row}", atol=tolerance)
+                # By norm, as `meshtron parity` does: Adam makes the float32 rounding of a gradient near zero as
+                # large as a step, so single elements say little. In float64 single elements are compared too.
+                difference = (weight.double() - expected.weights[name].double()).norm()
+                size = max(expected.weights[name].double().norm(), 0.01 * whole)
+                assert difference <= tolerance * size, f"{name} of {row}: {difference / size:.1e}"
+                if weight.dtype == torch.float64:
+                    compare(weight, expected.weights[name], f"{name} of {row}", atol=tolerance)
             held |= set(curve.weights)
         assert held == set(expected.weights)
         if row["model.tie_word_embeddings"]:
