@@ -4,6 +4,7 @@ import functools
 import inspect
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -224,6 +225,11 @@ def layout_of(recipe: Recipe) -> Layout:
 def model_section(recipe: Recipe) -> Mapping[str, Any]:
     """The recipe's [model] section as plain values, for a ModelSpec."""
     return json.loads(recipe.model.model_dump_json())
+
+
+def norm_type_of(recipe: Recipe) -> float:
+    """Order of the gradient norm."""
+    return math.inf if recipe.optimizer.grad_norm == "inf" else 2.0
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from meshtron import world
-from meshtron.build import Job, build_job, model_section
+from meshtron.build import Job, build_job, model_section, norm_type_of
 from meshtron.checkpoint import Checkpointer
 from meshtron.data import Batch, TrainStream, ValidationSet
 from meshtron.errors import MeshtronError
@@ -160,7 +160,7 @@ def train_step(
     set_learning_rate(job.optimizer.param_groups, rate)
     loss = forward_backward(job, batch)
     after_backward()
-    norm = job.optimizer.clip_grad_norm(job.recipe.optimizer.grad_clip or None)
+    norm = job.optimizer.clip_grad_norm(job.recipe.optimizer.grad_clip or None, norm_type_of(job.recipe))
     finite = torch.isfinite(loss + norm)
     job.optimizer.step(only_if=finite & (norm != 0))
 

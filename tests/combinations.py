@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from meshtron.build import build_job
+from meshtron.build import Job, build_job, norm_type_of
 from meshtron.data import Batch
 from meshtron.initialize import init_weights
 from meshtron.loop import forward_backward
@@ -89,24 +89,31 @@ def positions_of(document_ids: torch.Tensor) -> torch.Tensor:
     return positions
 
 
+def batch_of(job: Job, labels: str, step: int) -> Batch:
+    """This rank's rows of a global batch."""
+    recipe = job.recipe
+    local = BATCH // recipe.parallel.dp
+    rows = slice(job.mesh.get_local_rank("dp") * local, (job.mesh.get_local_rank("dp") + 1) * local)
+    whole = global_batch(labels, recipe.model.vocab_size, step)
+    documents = {}
+    if recipe.data.document_mask:
+        positions = positions_of(whole.document_ids)
+        documents = {"document_ids": whole.document_ids[rows], "positions": positions[rows]}
+    return Batch(tokens=whole.tokens[rows], labels=whole.labels[rows], **documents)
+
+
 def sharded(options: Mapping[str, Any]) -> Curve:
     """The run through meshtron, on the ranks of the current process group."""
     recipe = recipe_of(options)
     recipe = recipe.resolve(torch.distributed.get_world_size())
     job = build_job(recipe, torch.device("cpu"))
     curve = Curve([], [], {})
-    local = BATCH // recipe.parallel.dp
-    rows = slice(job.mesh.get_local_rank("dp") * local, (job.mesh.get_local_rank("dp") + 1) * local)
     for step in range(STEPS):
-        whole = global_batch(options["labels"], recipe.model.vocab_size, step)
-        documents = {}
-        if recipe.data.document_mask:
-            positions = positions_of(whole.document_ids)
-            documents = {"document_ids": whole.document_ids[rows], "positions": positions[rows]}
-        batch = Batch(tokens=whole.tokens[rows], labels=whole.labels[rows], **documents)
         set_learning_rate(job.optimizer.param_groups, recipe.optimizer.lr)
-        curve.losses.append(float(forward_backward(job, batch)))
-        curve.norms.append(float(job.optimizer.clip_grad_norm(recipe.optimizer.grad_clip or None)))
+        curve.losses.append(float(forward_backward(job, batch_of(job, options["labels"], step))))
+        curve.norms.append(
+            float(job.optimizer.clip_grad_norm(recipe.optimizer.grad_clip or None, norm_type_of(recipe)))
+        )
         job.optimizer.step()
     for stage in job.model.stages:
         for name, parameter in stage.named_parameters(remove_duplicate=False):
@@ -142,7 +149,8 @@ def plain(options: Mapping[str, Any]) -> Curve:
         optimizer.zero_grad()
         loss.backward()
         limit = optim.grad_clip or float("inf")
-        curve.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), limit).item())
+        order = float("inf") if optim.grad_norm == "inf" else 2.0
+        curve.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), limit, order).item())
         curve.losses.append(loss.item())
         optimizer.step()
     curve.weights = {name: p.detach().clone() for name, p in model.named_parameters(remove_duplicate=False)}

@@ -122,7 +122,10 @@ def test_check_takes_the_fewest_ranks_that_fit(run):
                 "error: training.seq_len: 128 is not a multiple of tp(3)",
             ],
         ),
-        (["check", RECIPES / "llama_8b.toml", "model.intermediate_size=85"], ["error: layers.0.mlp.gate_proj: "]),
+        (
+            ["check", RECIPES / "llama_8b.toml", "model.intermediate_size=85"],
+            ["error: parallel.tp: 2 does not divide model.intermediate_size(85): use one of [1, 5, 17, 85]"],
+        ),
         (
             ["check", RECIPES / "tiny_llama.toml", "model.family=no.such:Model"],
             ["error: model.family = 'no.such:Model'"],

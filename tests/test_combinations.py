@@ -43,6 +43,7 @@ FACTORS = {
     "training.activation_checkpointing": ["none", "selective", "full"],
     "training.param_dtype": ["float64", "float32"],
     "optimizer.grad_clip": [1e-3, 0.0],
+    "optimizer.grad_norm": ["l2", "inf"],
 }
 
 

@@ -16,6 +16,7 @@ from meshtron.models.attention import attention_backend, causal_attention
 from meshtron.models.llama import Llama
 from meshtron.timing import Stopwatch, profiler, scheduled_garbage_collection
 from tests.layouts import small_config
+from tests.runs import small_recipe
 
 CPU = torch.device("cpu")
 
@@ -106,17 +107,15 @@ def test_stopwatch_leaves_out_what_is_not_a_step():
     assert waited_s == 1.0
 
 
-def test_schedules_that_split_the_backward_pass_do_not_recompute(tmp_path):
-    from meshtron.build import Model, prepare_layers
-    from meshtron.models import model_spec
-    from tests.runs import small_recipe
-
-    recipe = small_recipe(
+def test_what_does_not_combine_with_recomputation_is_refused_before_anything_starts(tmp_path):
+    split = small_recipe(
         tmp_path,
         "2x1x1",
         parallel={"schedule": "ZBVZeroBubble", "stages_per_rank": 2},
         training={"activation_checkpointing": "full"},
     )
-    model = Model(spec=model_spec("llama"), stages=[], ties={}, shapes={})
-    with pytest.raises(LayoutError, match="recompute a layer once a weight"):
-        prepare_layers(recipe, model)
+    with pytest.raises(LayoutError, match='"full" would recompute each layer once a weight under ZBVZeroBubble'):
+        split.resolve(2)
+    compiled = small_recipe(tmp_path, "1x1x2", training={"activation_checkpointing": "selective", "compile": True})
+    with pytest.raises(LayoutError, match=r'"selective" does not combine with training.compile at tp\(2\)'):
+        compiled.resolve(2)

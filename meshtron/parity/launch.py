@@ -181,7 +181,8 @@ def _run(
 def _torchrun(ranks: int, folder: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += ["--module", "meshtron.parity.worker", str(folder)]
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ
+    # A model of one's own is looked for where this program would find it.
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     log = folder / f"ranks-{ranks}.log"
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(

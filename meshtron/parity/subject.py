@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from meshtron.build import Job, build_job, model_section
+from meshtron.build import Job, build_job, model_section, norm_type_of
 from meshtron.data import Batch, TrainStream
 from meshtron.feed import open_training
 from meshtron.loop import forward_backward
@@ -41,6 +41,8 @@ class Subject:
     """Later name -> first name of shared parameters."""
     max_norm: float | None = None
     """Clip gradients to this norm; None for no clipping."""
+    norm_type: float = 2.0
+    """Order of the norm: 2, or inf for the largest absolute value."""
 
 
 def recipe_subject(recipe: Recipe, device: torch.device, resources: ExitStack) -> Subject:
@@ -68,6 +70,7 @@ def recipe_subject(recipe: Recipe, device: torch.device, resources: ExitStack) -
         plan=job.model.spec.plan(model_section(recipe), recipe.parallel.sequence_parallel),
         ties=job.model.ties,
         max_norm=recipe.optimizer.grad_clip or None,
+        norm_type=norm_type_of(recipe),
     )
 
 

@@ -72,7 +72,7 @@ def _measure(subject: Subject, mesh: DeviceMesh, steps: int, out: Path) -> dict[
         losses.append(float(subject.forward_backward(step)))
         optimizer.reduce_gradients()
         tensors = _gathered(optimizer.gradients(), GRADIENT)
-        norms.append(float(optimizer.clip_grad_norm(subject.max_norm)))
+        norms.append(float(optimizer.clip_grad_norm(subject.max_norm, subject.norm_type)))
         optimizer.step()
         tensors |= _gathered(optimizer.masters(), WEIGHT)
         if writes:

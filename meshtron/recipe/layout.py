@@ -67,6 +67,10 @@ def _model_problems(recipe: "Recipe") -> list[str]:
         if heads % tp:
             fits = [n for n in range(1, heads + 1) if heads % n == 0]
             problems.append(f"parallel.tp: {tp} does not divide model.{name}({heads}): use one of {fits}")
+    width = model.intermediate_size
+    if width % tp and ":" not in model.family:  # what a family of one's own does with it is not known here
+        fits = [n for n in range(1, width + 1) if width % n == 0][:8]
+        problems.append(f"parallel.tp: {tp} does not divide model.intermediate_size({width}): use one of {fits}")
     lengths = {"training.seq_len": recipe.training.seq_len}
     lengths |= {f"data.stages[{i}].seq_len": s.seq_len for i, s in enumerate(recipe.data.stages) if s.seq_len}
     for key, length in lengths.items():

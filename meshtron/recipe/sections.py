@@ -133,6 +133,8 @@ class OptimizerSection(Section):
     """Decoupled weight decay of matrices; norms and biases get none. Default 0.1."""
     grad_clip: Annotated[float, Field(ge=0)] = 1.0
     """Largest global gradient norm; 0 for no clipping. Default 1.0."""
+    grad_norm: Literal["l2", "inf"] = "l2"
+    """Norm that is logged and clipped: Euclidean, or the largest absolute value. Default "l2"."""
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which Adam's moments are kept. Default "float32"."""
     groups: Annotated[tuple[OptimizerGroup, ...], Field(strict=False)] = ()

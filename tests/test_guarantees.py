@@ -1,0 +1,159 @@
+"""What must hold at every layout besides equal numbers: equal bits, resumes of tied models, compiled layers."""
+
+import pytest
+import torch
+
+from meshtron.build import build_job
+from meshtron.errors import LayoutError
+from meshtron.loop import forward_backward, train
+from meshtron.parallel.placement import local_part
+from meshtron.resume import seed_rng
+from meshtron.testing import run_ranks
+from tests.combinations import batch_of, plain, recipe_of, sharded
+from tests.runs import logged, small_recipe, token_folder
+
+
+def norms_after_twenty_steps(mesh: str, sequence_parallel: bool) -> dict[str, torch.Tensor]:
+    options = {"mesh": mesh, "labels": "ragged", "parallel.sequence_parallel": sequence_parallel}
+    recipe = recipe_of(options | {"training.param_dtype": "float32"}).resolve(torch.distributed.get_world_size())
+    job = build_job(recipe, torch.device("cpu"))
+    for step in range(20):
+        forward_backward(job, batch_of(job, "ragged", step))
+        job.optimizer.clip_grad_norm(1.0)
+        job.optimizer.step()
+    named = [item for stage in job.model.stages for item in stage.named_parameters()]
+    return {name: local_part(parameter).detach().clone() for name, parameter in named if parameter.dim() == 1}
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_norms_are_bit_equal_over_tp_after_twenty_steps(sequence_parallel):
+    for mesh in ("1x1x4", "2x1x2 1F1B"):
+        ranks = run_ranks(norms_after_twenty_steps, 4, mesh, sequence_parallel)
+        tp = 4 if mesh == "1x1x4" else 2
+        for rank, norms in enumerate(ranks):
+            first = ranks[rank // tp * tp]
+            assert norms
+            assert all(torch.equal(weight, first[name]) for name, weight in norms.items())
+            assert any(not torch.equal(weight, torch.ones_like(weight)) for weight in norms.values())
+
+
+def twice(options: dict) -> bool:
+    first, second = sharded(options), sharded(options)
+    same = all(torch.equal(first.weights[name], second.weights[name]) for name in first.weights)
+    return same and (first.losses, first.norms) == (second.losses, second.norms)
+
+
+def test_a_deterministic_run_repeats_bit_for_bit():
+    options = {"mesh": "2x1x2 1F1B", "labels": "ragged", "run.deterministic": True, "training.param_dtype": "float32"}
+    assert run_ranks(twice, 4, options) == [True] * 4
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_vocabulary_of_50257_needs_no_padding(tied):
+    options = {
+        "mesh": "1x1x4",
+        "labels": "ragged",
+        "model.vocab_size": 50257,
+        "model.num_hidden_layers": 1,
+        "model.tie_word_embeddings": tied,
+    }
+    expected = plain(options)
+    for curve in run_ranks(sharded, 4, options):
+        torch.testing.assert_close(curve.losses, expected.losses, rtol=1e-10, atol=0)
+        torch.testing.assert_close(curve.norms, expected.norms, rtol=1e-10, atol=0)
+        for name, weight in curve.weights.items():
+            torch.testing.assert_close(weight, expected.weights[name], rtol=0, atol=1e-10)
+
+
+def test_sizes_that_tp_does_not_divide_are_refused_before_anything_starts():
+    for key, value, fits in (
+        ("intermediate_size", 85, "[1, 5, 17, 85]"),
+        ("num_attention_heads", 2, "[1, 2]"),
+        ("num_key_value_heads", 2, "[1, 2]"),
+    ):
+        recipe = recipe_of({"mesh": "1x1x4", f"model.{key}": value})
+        with pytest.raises(LayoutError) as refusal:
+            recipe.resolve(4)
+        assert f"parallel.tp: 4 does not divide model.{key}({value}): use one of {fits}" in str(refusal.value)
+
+
+def test_a_tied_model_resumes_where_both_ends_share_a_rank_and_back(tmp_path):
+    token_folder(tmp_path / "data")
+    model = {"tie_word_embeddings": True}
+    uninterrupted = tmp_path / "uninterrupted"
+    uninterrupted.mkdir()
+    (uninterrupted / "data").symlink_to(tmp_path / "data")
+    run_ranks(train, 1, small_recipe(uninterrupted, model=model, training={"steps": 8}))
+    expected = [line["loss"] for line in logged(uninterrupted)]
+    parts = [  # pp = 2: an end on each rank; 1x1x2: both on one; V-shaped: both on the first rank of two
+        ("2x1x2", 2, {}),
+        ("1x1x2", 4, {}),
+        ("2x1x1", 6, {"schedule": "ZBVZeroBubble", "stages_per_rank": 2}),
+        ("2x2x1", 8, {}),
+    ]
+    for layout, steps, parallel in parts:
+        recipe = small_recipe(tmp_path, layout, model=model, training={"steps": steps}, parallel=parallel)
+        recipe = recipe.model_copy(
+            update={
+                "lr_schedule": recipe.lr_schedule.model_copy(
+                    update={"decay_steps": 8 - recipe.lr_schedule.warmup_steps}
+                )
+            }
+        )
+        run_ranks(train, recipe.parallel.pp * recipe.parallel.dp * recipe.parallel.tp, recipe)
+    torch.testing.assert_close([line["loss"] for line in logged(tmp_path)], expected, rtol=1e-5, atol=0)
+
+
+def random_numbers() -> float:
+    recipe = recipe_of({"mesh": "1x2x2"}).resolve(4)
+    seed_rng(build_job(recipe, torch.device("cpu")), 3)
+    return torch.rand(()).item()
+
+
+def test_dropout_is_equal_within_a_tp_group_and_different_over_dp():
+    first, second, third, fourth = run_ranks(random_numbers, 4)
+    assert first == second
+    assert third == fourth
+    assert first != third
+
+
+def losses_of(dtype: str, steps: int) -> list[float]:
+    recipe = recipe_of({"mesh": "1x2x1", "training.param_dtype": dtype, "optimizer.lr": 3e-3}).resolve(2)
+    job = build_job(recipe, torch.device("cpu"))
+    curve = []
+    for step in range(steps):
+        curve.append(float(forward_backward(job, batch_of(job, "all", step % 4))))
+        job.optimizer.clip_grad_norm(1.0)
+        job.optimizer.step()
+    assert all(master.dtype == torch.float32 for master in job.optimizer.masters().values())
+    return curve
+
+
+def test_bfloat16_follows_float32():
+    narrow, wide = (run_ranks(losses_of, 2, dtype, 60)[0] for dtype in ("bfloat16", "float32"))
+    assert wide[-1] < 0.7 * wide[0]  # it learns the four batches by heart
+    assert max(abs(a - b) for a, b in zip(narrow, wide, strict=True)) < 0.05
+
+
+def graphs_by_step(mode: str, mesh: str) -> list[int]:
+    from torch._dynamo import reset
+    from torch._dynamo.utils import counters
+
+    reset()
+    counters.clear()
+    options = {"mesh": mesh, "training.compile": True, "training.activation_checkpointing": mode}
+    recipe = recipe_of(options | {"training.param_dtype": "float32"}).resolve(torch.distributed.get_world_size())
+    job = build_job(recipe, torch.device("cpu"))
+    counts = []
+    for step in range(3):
+        forward_backward(job, batch_of(job, "ragged", step))
+        job.optimizer.step()
+        counts.append(counters["stats"]["unique_graphs"])
+    return counts
+
+
+@pytest.mark.parametrize(("mode", "mesh"), [("none", "1x1x1"), ("selective", "1x1x1"), ("full", "1x1x2")])
+def test_layers_share_compiled_graphs_and_are_not_compiled_again(mode, mesh):
+    for first, *later in run_ranks(graphs_by_step, int(mesh[-1]), mode, mesh):
+        assert 1 <= first <= 4
+        assert later == [first] * 2
