@@ -42,10 +42,12 @@ def assert_same(curves: list[Curve], expected: Curve, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_layout_equals_one_plain_process(layout):
-    cases = [Case(layout=layout, micro_batch=2, dtype=dtype) for dtype in TOLERANCE]
+    # As few micro-batches as still accumulate and fill the pipeline: tensor parallel ones are slow on a CPU.
+    micro_batch = 16 // layout.dp // max(layout.pp, 2)
+    cases = [Case(layout=layout, micro_batch=micro_batch, dtype=dtype) for dtype in TOLERANCE]
     ranks = run_ranks(run_cases, layout.world_size, cases)
     for case, curves in zip(cases, zip(*ranks, strict=True), strict=True):
-        assert_same(list(curves), reference(micro_batch=2, dtype=case.dtype), case.dtype)
+        assert_same(list(curves), reference(dtype=case.dtype), case.dtype)
 
 
 OPTIONS = [
