@@ -19,7 +19,7 @@ from meshtron.head_loss import HeadLoss
 from meshtron.hf.weights import load_folder
 from meshtron.initialize import init_weights, materialize
 from meshtron.kernels.adamw import FusedAdamW
-from meshtron.layers import compile_layers, convert_to_float8, recompute_layers
+from meshtron.layers import compile_layers, convert_to_float8, parts_of, recompute_layers
 from meshtron.loss import CausalLMLoss
 from meshtron.mesh import Layout, build_mesh
 from meshtron.models import ModelSpec, model_spec
@@ -179,9 +179,12 @@ def prepare_layers(recipe: Recipe, model: Model) -> None:
     training = recipe.training
     for stage in model.stages:
         layers = list(stage.get_submodule(model.spec.stages.layers).children())
-        recompute_layers(layers, training.activation_checkpointing)
+        compiled = layers if recipe.parallel.tp == 1 else parts_of(layers)
+        # Which operators "selective" keeps can be chosen inside compiled code only by the compiler.
+        selective_inside = training.compile and training.activation_checkpointing == "selective"
+        recompute_layers(compiled if selective_inside else layers, training.activation_checkpointing)
         if training.compile:
-            compile_layers(layers, whole=recipe.parallel.tp == 1)
+            compile_layers(compiled)
 
 
 def build_loss(recipe: Recipe, mesh: DeviceMesh, model: Model, optimizer: ZeroOptimizer) -> CausalLMLoss | HeadLoss:

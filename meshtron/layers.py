@@ -67,18 +67,19 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def compile_layers(layers: Iterable[nn.Module], *, whole: bool) -> None:
-    """Compile each layer in place, for static shapes; alike layers share the compiled code.
-
-    Args:
-        layers: modules to compile at their next call.
-        whole: False compiles the parts of a layer that have parts themselves (attention, feed-forward) one by one.
-            Tensor parallelism needs that: a layer whose input comes out of another planned module's hook does not
-            compile as a whole ("no attribute '_local_tensor'" in its backward pass, torch 2.11 to 2.13).
-    """
+def compile_layers(layers: Iterable[nn.Module]) -> None:
+    """Compile each layer in place at its next call, for static shapes; alike layers share the compiled code."""
     for layer in layers:
-        for part in [layer] if whole else [child for child in layer.children() if any(child.children())]:
-            part.compile(dynamic=False)
+        layer.compile(dynamic=False)
+
+
+def parts_of(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """The parts of layers that have parts themselves: attention and feed-forward, without norms.
+
+    Tensor parallelism compiles these: a layer whose input comes out of another planned module's hook does not compile
+    as a whole ("no attribute '_local_tensor'" in its backward pass, torch 2.11 to 2.13).
+    """
+    return [part for layer in layers for part in layer.children() if any(part.children())]
 
 
 def convert_to_float8(module: nn.Module, scaling: str) -> None:

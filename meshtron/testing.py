@@ -61,6 +61,7 @@ def _serve(connection: Connection, path: list[str], directory: str) -> None:
             torch.distributed.barrier()
             torch.distributed.destroy_process_group()
             _forget_meshes()
+            gc.collect()  # a group in a cycle lives on, and each gloo group has a thread that wakes every 10 ms
             message = pickle.dumps((True, result))
         except BaseException:
             message = pickle.dumps((False, traceback.format_exc()))

@@ -36,7 +36,9 @@ class Lines(logging.Handler):
 
 
 def three_steps(mesh: str) -> list[str]:
-    recipe = recipe_of({"mesh": mesh, "optimizer.weight_decay": 0.5})
+    recipe = recipe_of(
+        {"mesh": mesh, "optimizer.weight_decay": 0.5, "training.micro_batch_size": 2, "model.num_hidden_layers": 2}
+    )
     job = build_job(recipe.resolve(torch.distributed.get_world_size()), torch.device("cpu"))
     stream, progress, seen = Labelless(BATCH // recipe.parallel.dp), Progress(), Lines()
     logging.getLogger("meshtron.loop").addHandler(seen)

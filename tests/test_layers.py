@@ -116,6 +116,3 @@ def test_what_does_not_combine_with_recomputation_is_refused_before_anything_sta
     )
     with pytest.raises(LayoutError, match='"full" would recompute each layer once a weight under ZBVZeroBubble'):
         split.resolve(2)
-    compiled = small_recipe(tmp_path, "1x1x2", training={"activation_checkpointing": "selective", "compile": True})
-    with pytest.raises(LayoutError, match=r'"selective" does not combine with training.compile at tp\(2\)'):
-        compiled.resolve(2)

@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -171,8 +172,10 @@ class ZeroOptimizer:
         self._home = {id(piece.parameter): (piece, bucket) for bucket in self._buckets for piece in bucket.pieces}
         self._next_bucket = 0
         self._reduced = False
+        # Weak, as Python's collector cannot see the cycle parameter -> hook -> optimizer -> parameter.
+        accumulate = WeakMethod(self._accumulate)
         for piece in self._pieces:
-            piece.parameter.register_post_accumulate_grad_hook(self._accumulate)
+            piece.parameter.register_post_accumulate_grad_hook(partial(_call_if_alive, accumulate))
         self._begin_step()
 
     # -- construction ------------------------------------------------------------------------------------------
@@ -625,6 +628,11 @@ class ZeroOptimizer:
         return DTensor.from_local(
             tensor, mesh, placements, run_check=False, shape=shape, stride=contiguous_stride(shape)
         )
+
+
+def _call_if_alive(method: WeakMethod[Callable[[Tensor], None]], parameter: Tensor) -> None:
+    if (alive := method()) is not None:
+        alive(parameter)
 
 
 @dataclass(frozen=True)

@@ -108,11 +108,6 @@ def _recomputation_problems(recipe: "Recipe") -> list[str]:
             f'{parallel.schedule}, which computes weight gradients in a pass of their own: use "none" or another '
             "parallel.schedule"
         )
-    if mode == "selective" and training.compile and parallel.tp > 1:
-        problems.append(
-            'training.activation_checkpointing: "selective" does not combine with training.compile at '
-            f'tp({parallel.tp}): use "full" or "none"'
-        )
     return problems
 
 
