@@ -5,9 +5,20 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshtron.data import Source, Stage, TrainStream, ValidationSet, open_source
+from meshtron.data import Source, Stage, TrainStream, ValidationSet, load_tokenizer, open_source
+from meshtron.data.tokenizer import tokenizer_file
 from meshtron.recipe import Recipe
 from meshtron.recipe import Source as SourceSection
+
+
+def check_tokenizer(recipe: Recipe) -> None:
+    """Compare a resolved recipe's tokenizer with its model; token ids may also come without a tokenizer.
+
+    Raises:
+        DataError: the tokenizer has more ids than the model's vocabulary, or cannot be read.
+    """
+    if tokenizer_file(recipe.tokenizer.path) is not None:
+        load_tokenizer(recipe.tokenizer.path, recipe.model.vocab_size)
 
 
 def open_training(recipe: Recipe, mesh: DeviceMesh, device: torch.device) -> TrainStream:

@@ -16,7 +16,7 @@ from meshtron.build import Job, build_job, model_section, norm_type_of
 from meshtron.checkpoint import Checkpointer
 from meshtron.data import Batch, TrainStream, ValidationSet
 from meshtron.errors import MeshtronError
-from meshtron.feed import open_training, open_validation
+from meshtron.feed import check_tokenizer, open_training, open_validation
 from meshtron.hf.recipe import fill_from_hf
 from meshtron.hostcopy import HostCopy
 from meshtron.loss import IGNORE
@@ -37,6 +37,7 @@ def train(recipe: Recipe) -> Progress:
         MeshtronError: the recipe does not fit the world, the data, or the checkpoint.
     """
     recipe = fill_from_hf(recipe).resolve(world.world_size())
+    check_tokenizer(recipe)
     device = world.pick_device(recipe.run.device)
     with world.process_group(device):
         job = build_job(recipe, device)

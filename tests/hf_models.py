@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file
 
 VOCAB = 263  # a prime, so that a split over the vocabulary is uneven
 
@@ -91,3 +92,8 @@ def write(case: str, folder: Path, **options: Any) -> Path:
 def logits_of(case: str, tokens: torch.Tensor) -> torch.Tensor:
     """transformers' logits."""
     return model_of(case)(tokens).logits
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder's safetensors files."""
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}

@@ -1,5 +1,7 @@
 """Generation against transformers' generate, with and without the cache, and sampling's arithmetic."""
 
+import math
+
 import pytest
 import torch
 import transformers
@@ -107,7 +109,17 @@ def test_draws_depend_on_seed_row_and_position_alone() -> None:
     assert abs(sum(drawn) / 2000 - 0.5) < 0.02
 
 
-@pytest.mark.parametrize("values", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"temperature": -1.0},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"temperature": math.nan},
+        {"temperature": math.inf},
+    ],
+)
 def test_sampling_out_of_range_is_refused(values: dict[str, float]) -> None:
     with pytest.raises(RecipeError, match=next(iter(values)).replace("_", "-")):
         Sampling(**values)

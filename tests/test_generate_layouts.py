@@ -16,25 +16,15 @@ from meshtron.generate.sampling import Sampling
 from meshtron.recipe import DataSection, ModelSection, ParallelSection, Recipe, Source, TrainingSection
 from meshtron.resume import Progress, save
 from meshtron.testing import run_ranks
-from tests.hf_models import model_of, write
 
 PROMPTS = ["for x in y:", "x", "def f(a, b):\n    return"]
 SAMPLING = Sampling(temperature=1.0, top_p=0.9, seed=5)
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(scope="module")
-def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    train_tokenizer(["for x in y: return x\n" * 5], 260).save(str(file))
-    return file
-
-
-@pytest.fixture(scope="module")
-def hf_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer_file: Path) -> Path:
-    folder = write("llama3.2", tmp_path_factory.mktemp("hf"))
-    (folder / "tokenizer.json").write_text(tokenizer_file.read_text())
-    return folder
+@pytest.fixture
+def hf_folder(hf_folders: dict[str, Path]) -> Path:
+    return hf_folders["llama3.2"]
 
 
 def _completions(checkpoint: Path, overrides: list[str], samplings: list[Sampling]) -> list[list[str]]:
@@ -53,6 +43,7 @@ LAYOUTS = {
     1: [["parallel.tp=1"]],
     2: [["parallel.pp=2"], ["parallel.dp=2"]],
     3: [["parallel.tp=3"]],
+    4: [["parallel.pp=4"]],
     6: [["parallel.pp=2", "parallel.tp=3"]],
 }
 
@@ -63,6 +54,8 @@ def _completions_of_layouts(checkpoint: Path, layouts: list[list[str]]) -> list[
 
 def test_a_hugging_face_folder_gives_the_text_of_transformers_at_every_layout(hf_folder: Path) -> None:
     from tokenizers import Tokenizer
+
+    from tests.hf_models import model_of
 
     tokenizer = Tokenizer.from_file(str(hf_folder / "tokenizer.json"))
     greedy = []
@@ -79,7 +72,7 @@ def test_a_hugging_face_folder_gives_the_text_of_transformers_at_every_layout(hf
             assert results == [[greedy, sampled]] * len(layouts)
 
 
-def _save_a_run(folder: Path, tokenizer_file: Path, changes: dict) -> None:
+def _save_a_run(folder: Path, tokenizer: Path, changes: dict) -> None:
     """A checkpoint of initial weights, large enough that greedy text is not one token over and over."""
     recipe = Recipe(
         model=ModelSection(
@@ -93,16 +86,16 @@ def _save_a_run(folder: Path, tokenizer_file: Path, changes: dict) -> None:
         ),
         parallel=ParallelSection(**changes),
         training=TrainingSection(steps=1, seq_len=16, global_batch_size=8, param_dtype="float32"),
-        data=DataSection(train=(Source(path=str(tokenizer_file.parent)),)),
+        data=DataSection(train=(Source(path=str(tokenizer)),)),
     ).resolve(torch.distributed.get_world_size())
     job = build_job(recipe, torch.device("cpu"))
     with Checkpointer(folder / "checkpoints", async_save=False) as checkpointer:
         save(job, checkpointer, Progress(step=3))
 
 
-def test_a_training_checkpoint_gives_one_text_at_every_layout(tmp_path: Path, tokenizer_file: Path) -> None:
-    run_ranks(_save_a_run, 8, tmp_path / "a", tokenizer_file, {"pp": 2, "dp": 2, "tp": 2})
-    run_ranks(_save_a_run, 4, tmp_path / "b", tokenizer_file, {"pp": 2, "dp": 2, "schedule": "Interleaved1F1B"})
+def test_a_training_checkpoint_gives_one_text_at_every_layout(tmp_path: Path, hf_folder: Path) -> None:
+    run_ranks(_save_a_run, 8, tmp_path / "a", hf_folder, {"pp": 2, "dp": 2, "tp": 2})
+    run_ranks(_save_a_run, 4, tmp_path / "b", hf_folder, {"pp": 2, "dp": 2, "schedule": "Interleaved1F1B"})
     expected = _completions(tmp_path / "a" / "checkpoints" / "step-00000003", [], [Sampling(), SAMPLING])
     assert len(set(expected[0])) == 3
     layouts = [["parallel.tp=2"], ["parallel.pp=2"], ["parallel.pp=2", "parallel.schedule=Interleaved1F1B"]]

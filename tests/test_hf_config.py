@@ -1,17 +1,21 @@
 """config.json in and out: every key is understood, accepted or refused by name."""
 
+import copy
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 
 from meshtron.errors import CheckpointError
-from meshtron.hf.config import config_from_hf, config_to_hf
-from meshtron.models.llama import LlamaConfig
+from meshtron.hf.config import ACCEPTED, HF_FAMILIES, IGNORED, config_from_hf, config_to_hf
+from meshtron.models import FAMILIES
+from meshtron.models.llama import Llama, LlamaConfig
 from meshtron.models.rope import RopeScaling
 from tests.hf_models import CASES, model_of
 
-# As published with Llama 3.1 8B, SmolLM2 135M and Mistral 7B v0.1 (older schema, keys left out).
+# As published with Llama 3.1 8B, SmolLM2 135M, Mistral 7B v0.1 and Qwen2.5 0.5B (older schema, keys left out).
 LLAMA31 = {
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
@@ -79,6 +83,33 @@ MISTRAL = {
     "vocab_size": 32000,
 }
 
+QWEN25 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "initializer_range": 0.02,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 24,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.1",
+    "use_cache": True,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
 
 def test_published_configs_are_read() -> None:
     family, config = config_from_hf(LLAMA31, "config.json")
@@ -100,6 +131,8 @@ def test_published_configs_are_read() -> None:
     assert (config.head_dim, config.num_key_value_heads, config.tie_word_embeddings) == (64, 3, True)
     family, config = config_from_hf(MISTRAL, "config.json")
     assert (family, config.sliding_window, config.rope_scaling) == ("mistral", 4096, None)
+    family, config = config_from_hf(QWEN25, "config.json")
+    assert (family, config.sliding_window, config.rope_theta, config.head_dim) == ("qwen2", None, 1e6, 64)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
@@ -159,7 +192,14 @@ def test_a_config_survives_export_and_import(case: str) -> None:
         ({"vocab_size": 0}, "vocab_size = 0: expected a positive whole number"),
         ({"hidden_size": 64.0}, r"hidden_size = 64\.0"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings = 1: expected true or false"),
-        ({"num_key_value_heads": 5}, "num_attention_heads = 32 is not a multiple of 5"),
+        ({"num_key_value_heads": 5}, "num_attention_heads = 32 is not a multiple of num_key_value_heads = 5"),
+        ({"head_dim": 65}, "head_dim = 65: rotary embedding needs an even number"),
+        ({"use_mrope": True}, "use_mrope = True"),
+        ({"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config"),
+        (
+            {"rope_scaling": None, "rope_parameters": {"rope_theta": 1e4}},
+            r"rope_theta = 500000\.0 is not supported: it contradicts rope_parameters.rope_theta = 10000\.0",
+        ),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_key_and_value(changes: dict[str, Any], named: str) -> None:
@@ -193,3 +233,90 @@ def test_what_transformers_cannot_say_is_not_exported() -> None:
         config_to_hf("qwen2", LlamaConfig(**{**values, "attention_bias": True}))
     with pytest.raises(CheckpointError, match="hidden_size = 576"):
         config_to_hf("llama", LlamaConfig(**{**values, "num_attention_heads": 10, "num_key_value_heads": 5}))
+
+
+def _others(value: Any) -> list[Any]:
+    """Values of the same kind that mean something else."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1, value * 2]
+    if isinstance(value, float):
+        return [value * 3 + 0.1]
+    if isinstance(value, dict):
+        return [
+            {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4},
+            {"rope_type": "default", "rope_theta": 9.0},
+        ]
+    return [True, 2, 0.5] if value is None else ["gelu"]
+
+
+# Keys that transformers' releases have written, beside those of its configuration objects.
+_MORE_KEYS = (
+    "attention_bias",
+    "head_dim",
+    "layer_types",
+    "mlp_bias",
+    "partial_rotary_factor",
+    "qkv_bias",
+    "use_mrope",
+)
+
+
+@pytest.mark.parametrize("family", HF_FAMILIES)
+def test_a_changed_key_is_honoured_or_refused_never_ignored(family: str) -> None:
+    """Each key of transformers' configuration in turn gets another value: the logits follow, or it is refused."""
+    sizes = {
+        "vocab_size": 67,
+        "hidden_size": 24,
+        "intermediate_size": 20,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 64,
+    }
+    explicit = {"head_dim": 8} if family == "qwen3" else {}
+    base = transformers.AutoConfig.for_model(family, **sizes, **explicit).to_dict() | {"architectures": None}
+    tokens = torch.randint(3, 67, (2, 40), generator=torch.Generator().manual_seed(0))
+    honoured, refused, unnamed = set(), set(), set()
+    for key in {*base, *IGNORED, *ACCEPTED, *_MORE_KEYS} - {"dtype", "torch_dtype", "id2label", "return_dict"}:
+        for value in _others(base.get(key)):
+            changed = copy.deepcopy(base) | {key: value}
+            try:
+                ours = _llama(changed)
+            except CheckpointError as error:
+                refused.add(key)
+                unnamed |= set() if key in str(error) else {key}
+                continue
+            try:
+                theirs = _random_model(transformers.AutoConfig.for_model(**changed))
+            except (ValueError, TypeError, AttributeError, StrictDataclassError):
+                continue  # nobody can have such a model
+            ours.load_state_dict(
+                {name.removeprefix("model."): tensor for name, tensor in theirs.state_dict().items()}
+            )
+            with torch.no_grad():
+                difference = (ours(tokens) - theirs(tokens).logits).abs().max().item()
+            assert difference < 1e-4, (key, value, difference)
+            honoured.add(key)
+    assert {"hidden_size", "num_key_value_heads", "rms_norm_eps", "rope_parameters", "eos_token_id"} <= honoured
+    assert unnamed <= {
+        "num_hidden_layers",
+        "rope_parameters",
+    }  # what they contradict is named: layer_types, rope_theta
+    assert {"hidden_act", "model_type", "attention_dropout", "qkv_bias", "layer_types"} <= refused
+
+
+def _llama(hf_config: dict[str, Any]) -> Llama:
+    family, config = config_from_hf(hf_config, "config.json")
+    return Llama(FAMILIES[family]().config(vars(config)))
+
+
+def _random_model(config: transformers.PretrainedConfig) -> transformers.PreTrainedModel:
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(noise * 0.4) if parameter.dim() == 1 else parameter.copy_(noise * 0.15)
+    return model

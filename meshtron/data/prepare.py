@@ -29,6 +29,7 @@ from meshtron.data.documents import BadRecord, Record, Selection, TextFile, find
 from meshtron.data.encode import Encoded, EncodeOptions, Encoder, Segment
 from meshtron.data.shards import HEADER, Header, ShardWriter, dtype_name, publish, write_synced
 from meshtron.data.tokenizer import (
+    copy_companions,
     end_of_text_id,
     load_tokenizer,
     special_id,
@@ -187,6 +188,7 @@ class _Preparation:
             return load_tokenizer(place)
         if self.options.tokenizer is not None:
             tokenizer = load_tokenizer(self.options.tokenizer)
+            copy_companions(self.options.tokenizer, self.folder)
         else:
             assert self.options.train_tokenizer is not None
             self.progress.phase = "training the tokenizer"

@@ -29,7 +29,7 @@ class Sampling:
     """Seed of the draws."""
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not 0 <= self.temperature < float("inf"):
             raise RecipeError(f"temperature {self.temperature}: expected 0 (greedy) or more")
         if self.top_k < 0:
             raise RecipeError(f"top-k {self.top_k}: expected 0 (all) or more")

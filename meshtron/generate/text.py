@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from meshtron.data.tokenizer import end_of_text_id, load_tokenizer, vocabulary_size
+from meshtron.data.tokenizer import find_end_of_text, load_tokenizer
 from meshtron.errors import DataError
 from meshtron.hf.folder import stop_ids
 
@@ -36,21 +36,13 @@ class Text:
         Raises:
             DataError: there is no tokenizer, or it has more ids than the model has rows.
         """
-        tokenizer = load_tokenizer(path)
+        tokenizer = load_tokenizer(path, vocab_size)
         tokenizer.encode_special_tokens = False  # a prompt may hold special tokens, such as those of a chat
-        size = vocabulary_size(tokenizer)
-        if size > vocab_size:
-            raise DataError(
-                f"{path}: the tokenizer has {size} ids, but the model's vocabulary has {vocab_size}: "
-                "it belongs to another model"
-            )
         folder = path if path.is_dir() else path.parent
         ends = stop_ids(folder)
-        if not ends:
-            try:
-                ends = {end_of_text_id(tokenizer, path)}
-            except DataError:  # a tokenizer without such a token: completions end by length
-                ends = set()
+        if not ends:  # and if the tokenizer has no such token, completions end by length
+            end = find_end_of_text(tokenizer, path)
+            ends = set() if end is None else {end}
         return cls(tokenizer, ends, stop_strings)
 
     def encode(self, text: str) -> list[int]:

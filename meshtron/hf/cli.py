@@ -38,10 +38,26 @@ def export_hf(
         ),
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest file, as in 5GB or 500MB.")] = "5GB",
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            help="A tokenizer.json or its folder. Default: the one beside the checkpoint, else tokenizer.path.",
+            show_default=False,
+        ),
+    ] = None,
+    no_tokenizer: Annotated[bool, typer.Option("--no-tokenizer", help="Write no tokenizer.")] = False,
 ) -> None:
     """Write a checkpoint's weights as a Hugging Face folder that opens offline."""
     from meshtron.hf import convert
     from meshtron.hf.weights import parse_size
 
     size = parse_size(max_shard_size)
-    print(convert.export_hf(checkpoint, out, dtype=dtype and dtype.value, max_shard_bytes=size))
+    made = convert.export_hf(
+        checkpoint,
+        out,
+        dtype=dtype and dtype.value,
+        max_shard_bytes=size,
+        tokenizer=tokenizer,
+        with_tokenizer=not no_tokenizer,
+    )
+    print(made)

@@ -88,6 +88,7 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
     "sliding_window": (None,),
     "rope_interleaved": (False,),
     "partial_rotary_factor": (1, None),
+    "use_mrope": (False,),
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
     "pruned_heads": ({}, None),
@@ -100,6 +101,7 @@ IGNORED = frozenset({
     "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "_name_or_path",
     "_attn_implementation_autoset", "attn_implementation", "use_cache", "cache_implementation",
     "pretraining_tp", "is_llama_config", "transformers.js_config", "unsloth_version", "unsloth_fixed",
+    "max_sequence_length", "gradient_checkpointing",  # Llama 1's name for its training length; training
     "output_attentions", "output_hidden_states", "output_scores", "return_dict", "return_dict_in_generate",
     "torchscript", "use_bfloat16", "chunk_size_feed_forward", "problem_type", "id2label", "label2id",
     "finetuning_task", "tokenizer_class", "prefix", "task_specific_params", "tie_encoder_decoder",
@@ -167,7 +169,10 @@ def _rope(config: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | N
         raise _refusal(where, "rope_scaling", old, f"it contradicts rope_parameters = {new!r}")
     key, written = ("rope_parameters", new) if new else ("rope_scaling", old or {})
     found = {name: value for name, value in written.items() if value is not None}
-    theta = found.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0
+    above, within = config.get("rope_theta"), found.pop("rope_theta", None)
+    if above is not None and within is not None and above != within:
+        raise _refusal(where, "rope_theta", above, f"it contradicts {key}.rope_theta = {within!r}")
+    theta = next((value for value in (within, above) if value is not None), 10_000.0)
     kind = found.pop("rope_type", None) or found.get("type") or "default"
     if found.pop("type", kind) != kind:
         raise _refusal(where, key, written, "type and rope_type differ")
@@ -202,7 +207,7 @@ def _window(values: Mapping[str, Any], family: str, where: str) -> int | None:
     if types == ["sliding_attention"] * layers and window is not None:
         return window
     key = "layer_types" if values["layer_types"] else "max_window_layers"
-    raise _refusal(where, key, values[key], "all layers must have a sliding window, or none")
+    raise _refusal(where, key, values[key], f"all {layers} layers must have a sliding window, or none")
 
 
 def _check_types(values: Mapping[str, Any], where: str) -> None:
@@ -220,7 +225,11 @@ def _check_types(values: Mapping[str, Any], where: str) -> None:
             raise CheckpointError(f"{where}: {key} = {value!r}: expected {expected}")
     heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
     if heads % kv_heads:
-        raise CheckpointError(f"{where}: num_attention_heads = {heads} is not a multiple of {kv_heads} kv heads")
+        raise CheckpointError(
+            f"{where}: num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}"
+        )
+    if values["head_dim"] % 2:
+        raise CheckpointError(f"{where}: head_dim = {values['head_dim']}: rotary embedding needs an even number")
 
 
 def config_to_hf(family: str, config: LlamaConfig) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ from torch import Tensor
 import meshtron
 from meshtron.build import dtype_of, model_section
 from meshtron.checkpoint import Checkpointer, read_manifest, read_tensors, stored_tensors, verify
-from meshtron.data.tokenizer import end_of_text_id, load_tokenizer
+from meshtron.data.tokenizer import copy_companions, find_end_of_text, load_tokenizer, tokenizer_file
 from meshtron.errors import CheckpointError, DataError
 from meshtron.hf.config import config_to_hf
-from meshtron.hf.folder import CONFIG, GENERATION, TOKEN_IDS, TOKENIZER_FILES, read_json
+from meshtron.hf.folder import CONFIG, GENERATION, TOKEN_IDS, read_json
 from meshtron.hf.weights import WeightFiles, check_weights, hf_name, save_weights
 from meshtron.models import FAMILIES
 from meshtron.parallel.tied import find_ties
@@ -63,11 +63,19 @@ def import_hf(folder: Path, out: Path) -> Path:
             checkpointer.save(0, tensors, meta)
         (new / "recipe.toml").write_text(dump_recipe(recipe), encoding="utf-8")
         _copy_tokenizer(folder, new)
-        (new / GENERATION).write_text(_json(_generation_config(source)), encoding="utf-8")
+        (new / GENERATION).write_text(_json(_generation_config(folder)), encoding="utf-8")
     return out / "checkpoints" / "step-00000000"
 
 
-def export_hf(checkpoint: Path, out: Path, *, dtype: str | None = None, max_shard_bytes: int = 5 * 10**9) -> Path:
+def export_hf(
+    checkpoint: Path,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    tokenizer: Path | None = None,
+    with_tokenizer: bool = True,
+) -> Path:
     """Write a checkpoint's weights as a Hugging Face folder that transformers opens offline.
 
     Args:
@@ -75,11 +83,14 @@ def export_hf(checkpoint: Path, out: Path, *, dtype: str | None = None, max_shar
         out: the new folder.
         dtype: of every tensor; by default the run's param_dtype, or what an imported checkpoint holds.
         max_shard_bytes: most bytes in a file of several tensors.
+        tokenizer: a tokenizer.json or its folder; by default the one beside the checkpoint, or its recipe's.
+        with_tokenizer: whether the folder gets one at all.
 
     Returns:
         ``out``.
 
     Raises:
+        DataError: there is no tokenizer, or it has more ids than the model.
         CheckpointError: there is no sound checkpoint, the model cannot be said in transformers' terms, or ``out`` is
             not empty.
     """
@@ -98,22 +109,28 @@ def export_hf(checkpoint: Path, out: Path, *, dtype: str | None = None, max_shar
     wrong = [name for name, shape in shapes.items() if stored.get(WEIGHTS + name, (None,))[0] != shape]
     if wrong:
         raise CheckpointError(f"{source.folder}: does not hold {', '.join(wrong[:8])} as its recipe says")
+    imported = bool(read_manifest(source.folder).meta.get("imported"))
+    tokenizer = tokenizer or source.tokenizer_path
+    if with_tokenizer and not imported:  # an imported folder may have had none
+        _check_tokenizer(tokenizer, section.vocab_size)
     kept = {name: stored[WEIGHTS + name][1] for name in shapes}
-    if dtype is not None or not _is_imported(source):
+    if dtype is not None or not imported:
         kept = dict.fromkeys(kept, dtype_of(dtype or source.recipe.training.param_dtype))
 
     def read(names: list[str]) -> Mapping[str, Tensor]:
         found = read_tensors(source.folder, [WEIGHTS + name for name in names])
         return {name: found[WEIGHTS + name] for name in names}
 
-    generation = _generation_config(source)
+    generation = _generation_config(tokenizer)
     main_dtype = max(set(kept.values()), key=list(kept.values()).count)
     config |= {key: value for key, value in generation.items() if key in TOKEN_IDS}
     with _new_folder(out) as new:
         save_weights(new, shapes, read, kept, max_shard_bytes)
         (new / CONFIG).write_text(_json(config | {"torch_dtype": str(main_dtype).removeprefix("torch.")}))
         (new / GENERATION).write_text(_json(generation))
-        _copy_tokenizer(source.tokenizer_path, new, length=section.max_position_embeddings)
+        if with_tokenizer:
+            _copy_tokenizer(tokenizer, new)
+            _complete_tokenizer(new, tokenizer, section.max_position_embeddings)
     return out
 
 
@@ -124,45 +141,49 @@ def _shapes(source: Source) -> tuple[dict[str, torch.Size], dict[str, str]]:
     return {name: parameter.shape for name, parameter in model.named_parameters()}, find_ties(model)
 
 
-def _is_imported(source: Source) -> bool:
-    return bool(read_manifest(source.folder).meta.get("imported"))
+def _check_tokenizer(path: Path, vocab_size: int) -> None:
+    try:
+        load_tokenizer(path, vocab_size)
+    except DataError as error:
+        raise DataError(f"{error}; name one with --tokenizer, or export with --no-tokenizer") from None
 
 
-def _generation_config(source: Source) -> dict[str, Any]:
+def _generation_config(path: Path) -> dict[str, Any]:
     """The tokenizer folder's generation_config.json, else the ids that config.json or the tokenizer says."""
-    path = source.tokenizer_path
     folder = path if path.is_dir() else path.parent
     if (folder / GENERATION).is_file():
         return read_json(folder / GENERATION)
     if (folder / CONFIG).is_file():
         config = read_json(folder / CONFIG)
         return {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}
-    try:
-        return {"eos_token_id": end_of_text_id(load_tokenizer(path), path)}
-    except DataError:  # no tokenizer, or none with such a token
-        return {}
+    end = None if tokenizer_file(path) is None else find_end_of_text(load_tokenizer(path), path)
+    return {} if end is None else {"eos_token_id": end}
 
 
-def _copy_tokenizer(path: Path, out: Path, length: int | None = None) -> None:
-    """Copy what there is of a tokenizer; write the tokenizer_config.json that AutoTokenizer needs where it lacks."""
-    folder = path if path.is_dir() else path.parent
-    for name in TOKENIZER_FILES:
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, out / name)
-    if path.is_file():
-        shutil.copyfile(path, out / "tokenizer.json")
-    if length is None or not (out / "tokenizer.json").is_file() or (out / "tokenizer_config.json").is_file():
+def _copy_tokenizer(path: Path, out: Path) -> None:
+    """Copy what there is of a tokenizer, given by its own path or its folder's."""
+    copy_companions(path, out)
+    file = tokenizer_file(path)
+    if file is not None:
+        shutil.copyfile(file, out / "tokenizer.json")
+
+
+def _complete_tokenizer(out: Path, path: Path, length: int) -> None:
+    """Write the tokenizer_config.json that AutoTokenizer needs where the tokenizer at ``path`` came without one."""
+    if not (out / "tokenizer.json").is_file() or (out / "tokenizer_config.json").is_file():
         return
     tokenizer = load_tokenizer(out)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length}
-    with suppress(DataError):  # a tokenizer without such a token
-        config["eos_token"] = tokenizer.id_to_token(end_of_text_id(tokenizer))
+    end = find_end_of_text(tokenizer, path)
+    if end is not None:
+        config["eos_token"] = tokenizer.id_to_token(end)
     (out / "tokenizer_config.json").write_text(_json(config), encoding="utf-8")
 
 
 @contextmanager
 def _new_folder(out: Path) -> Iterator[Path]:
     """A folder that gets the name ``out`` when all is written, and vanishes when something fails."""
+    out = out.resolve()  # "." has neither a name nor a parent
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out}: exists and is not empty; name a new folder")
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -11,17 +11,6 @@ from meshtron.models.llama import LlamaConfig
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-)
 
 
 def is_hf_folder(path: Path) -> bool:

@@ -6,15 +6,15 @@ touched. Names are LlamaForCausalLM's, which are meshtron's with ``model.`` befo
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from meshtron.checkpoint.files import memory_of, tensor_header, write_file
 from meshtron.errors import CheckpointError
 from meshtron.parallel.placement import local_part, slices_of
 
@@ -119,9 +119,12 @@ def _open(path: Path) -> Any:
 
 def _read_index(folder: Path) -> dict[str, str]:
     try:
-        return dict(json.loads((folder / INDEX).read_text())["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
+        files = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        if not files or not all(isinstance(file, str) for file in files.values()):
+            raise ValueError("weight_map must give each tensor a file")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder / INDEX}: not an index of safetensors files ({error})") from error
+    return files
 
 
 def _check_index(folder: Path, file_of: Mapping[str, str]) -> None:
@@ -198,12 +201,12 @@ def save_weights(
     dtypes: Mapping[str, torch.dtype],
     max_shard_bytes: int,
 ) -> None:
-    """Write safetensors, one file or several with an index, holding one file in memory at a time.
+    """Write safetensors, one file or several with an index, holding one file's tensors in memory at a time.
 
     Args:
         folder: an existing folder.
         shapes: our name -> shape, in the order to write.
-        read: whole tensors of some of our names, in any dtype.
+        read: whole tensors of some of our names, in any dtype and nobody else's: they are dropped one by one.
         dtypes: our name -> dtype in the file.
         max_shard_bytes: a file grows to this size, unless one tensor alone is larger.
     """
@@ -220,16 +223,29 @@ def save_weights(
     for number, names in enumerate(shards, start=1):
         single = len(shards) == 1
         file = "model.safetensors" if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {hf_name(name): _cast(name, tensor, dtypes[name]) for name, tensor in read(names).items()}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, file)
+        _write(folder / file, dict(read(names)), dtypes)
+        weight_map |= dict.fromkeys(map(hf_name, names), file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
+def _write(path: Path, tensors: dict[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
+    """One safetensors file; ``tensors`` is emptied as it is written."""
+    ours = {hf_name(name): name for name in tensors}
+    described = {key: tensors[name].to("meta", dtypes[name]) for key, name in ours.items()}
+    header, order = tensor_header(described, {"format": "pt"})
+
+    def pieces() -> Iterator[bytes | memoryview]:
+        yield header
+        for name in map(ours.__getitem__, order):
+            yield memory_of(_cast(name, tensors.pop(name), dtypes[name]))
+
+    write_file(path, pieces())
+
+
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    cast = tensor.to(dtype).contiguous()
+    cast = tensor.to(dtype)
     if dtype == torch.float16 and not torch.equal(cast.isfinite(), tensor.isfinite()):
         raise CheckpointError(f"{name}: has values that float16 cannot hold; export bfloat16 or float32")
     return cast
