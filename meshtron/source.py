@@ -52,6 +52,10 @@ def find_source(path: Path) -> Source:
     Raises:
         CheckpointError: it is none of the three, or holds a model that is not supported.
     """
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path}: no such folder; expected a step folder, a run's folder or a Hugging Face folder"
+        )
     if is_hf_folder(path):
         return Source(folder=path, recipe=recipe_of_folder(path, WeightFiles(path).dtypes.values()), is_hf=True)
     step = find_step(path)

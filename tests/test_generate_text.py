@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from meshtron.data.tokenizer import train_tokenizer
-from meshtron.errors import DataError
+from meshtron.errors import CheckpointError, DataError
 from meshtron.generate.text import Stream, Text
 
 TEXT = "naïve 👩‍🚀 日本 text"
@@ -54,6 +54,9 @@ def test_what_ends_a_completion_is_in_the_files(tmp_path: Path) -> None:
     assert text.completion([], [*new, 9]) == "ab"
     with pytest.raises(DataError, match=r"the tokenizer has 261 ids, but the model's vocabulary has 260"):
         Text.load(folder, 260)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
+    with pytest.raises(CheckpointError, match=r"eos_token_id = '</s>': expected an id or a list of ids"):
+        Text.load(folder, 300)
     (folder / "generation_config.json").unlink()
     (folder / "config.json").unlink()
     (folder / "tokenizer_config.json").write_text("{")

@@ -93,6 +93,9 @@ def test_nothing_is_overwritten(hf_folders: dict[str, Path], tmp_path: Path) -> 
     ):
         with pytest.raises(CheckpointError, match="exists and is not empty"):
             make()
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"sub: cannot be created \(Not a directory\)"):
+        export_hf(tmp_path / "out", tmp_path / "file" / "sub")
     with pytest.raises(CheckpointError, match="is a Hugging Face folder already"):
         export_hf(hf_folders["llama3"], tmp_path / "other")
     with pytest.raises(CheckpointError, match="expected a Hugging Face folder"):

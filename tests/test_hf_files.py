@@ -61,11 +61,15 @@ def test_files_that_cannot_be_used_are_named(hf_folders: dict[str, Path], tmp_pa
             json.dumps({"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}})
         )
 
+    def no_files_in_index(folder: Path) -> None:
+        (folder / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": 5}}))
+
     refused(r"pickled \(pytorch_model\.bin\).*save_pretrained", pickled)
     refused("not a whole safetensors file", cut_short)
     refused(r"model\.norm\.weight is I8; expected F64, F32, F16, BF16", quantised)
     refused(r"disagree about lm_head\.weight", wrong_index)
     refused(r"model-00002-of-00002\.safetensors named by", absent_file)
+    refused("not an index of safetensors files", no_files_in_index)
     refused(r"no \*\.safetensors files", lambda folder: (folder / "model.safetensors").unlink())
     refused("not JSON", lambda folder: (folder / "config.json").write_text("{"))
     refused("expected a JSON object", lambda folder: (folder / "config.json").write_text("[]"))

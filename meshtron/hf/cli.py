@@ -48,9 +48,12 @@ def export_hf(
     no_tokenizer: Annotated[bool, typer.Option("--no-tokenizer", help="Write no tokenizer.")] = False,
 ) -> None:
     """Write a checkpoint's weights as a Hugging Face folder that opens offline."""
+    from meshtron.errors import RecipeError
     from meshtron.hf import convert
     from meshtron.hf.weights import parse_size
 
+    if tokenizer is not None and no_tokenizer:
+        raise RecipeError("--tokenizer and --no-tokenizer contradict each other: give one of them")
     size = parse_size(max_shard_size)
     made = convert.export_hf(
         checkpoint,

@@ -1,11 +1,9 @@
 """A Hugging Face folder to a checkpoint, and a checkpoint to a Hugging Face folder."""
 
-import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +11,10 @@ from torch import Tensor
 import meshtron
 from meshtron.build import dtype_of, model_section
 from meshtron.checkpoint import Checkpointer, read_manifest, read_tensors, stored_tensors, verify
-from meshtron.data.tokenizer import copy_companions, find_end_of_text, load_tokenizer, tokenizer_file
-from meshtron.errors import CheckpointError, DataError
+from meshtron.errors import CheckpointError
 from meshtron.hf.config import config_to_hf
-from meshtron.hf.folder import CONFIG, GENERATION, TOKEN_IDS, read_json
+from meshtron.hf.folder import CONFIG, GENERATION, TOKEN_IDS, is_hf_folder, render_json
+from meshtron.hf.tokenizer import check_tokenizer, complete_tokenizer, copy_tokenizer, generation_config
 from meshtron.hf.weights import WeightFiles, check_weights, hf_name, save_weights
 from meshtron.models import FAMILIES
 from meshtron.parallel.tied import find_ties
@@ -38,9 +36,9 @@ def import_hf(folder: Path, out: Path) -> Path:
     Raises:
         CheckpointError: the model is not supported, tensors do not fit config.json, or ``out`` is not empty.
     """
+    if not is_hf_folder(folder):
+        raise CheckpointError(f"{folder}: no {CONFIG} there; expected a Hugging Face folder")
     source = find_source(folder)
-    if not source.is_hf:
-        raise CheckpointError(f"{folder}: no {CONFIG}; expected a Hugging Face folder")
     files = WeightFiles(folder)
     shapes, ties = _shapes(source)
     check_weights(files, shapes, ties)
@@ -62,8 +60,8 @@ def import_hf(folder: Path, out: Path) -> Path:
         with Checkpointer(new / "checkpoints", async_save=False) as checkpointer:
             checkpointer.save(0, tensors, meta)
         (new / "recipe.toml").write_text(dump_recipe(recipe), encoding="utf-8")
-        _copy_tokenizer(folder, new)
-        (new / GENERATION).write_text(_json(_generation_config(folder)), encoding="utf-8")
+        copy_tokenizer(folder, new)
+        (new / GENERATION).write_text(render_json(generation_config(folder)), encoding="utf-8")
     return out / "checkpoints" / "step-00000000"
 
 
@@ -110,9 +108,9 @@ def export_hf(
     if wrong:
         raise CheckpointError(f"{source.folder}: does not hold {', '.join(wrong[:8])} as its recipe says")
     imported = bool(read_manifest(source.folder).meta.get("imported"))
+    if with_tokenizer and (tokenizer is not None or not imported):  # an imported folder may have had none
+        check_tokenizer(tokenizer or source.tokenizer_path, section.vocab_size)
     tokenizer = tokenizer or source.tokenizer_path
-    if with_tokenizer and not imported:  # an imported folder may have had none
-        _check_tokenizer(tokenizer, section.vocab_size)
     kept = {name: stored[WEIGHTS + name][1] for name in shapes}
     if dtype is not None or not imported:
         kept = dict.fromkeys(kept, dtype_of(dtype or source.recipe.training.param_dtype))
@@ -121,16 +119,16 @@ def export_hf(
         found = read_tensors(source.folder, [WEIGHTS + name for name in names])
         return {name: found[WEIGHTS + name] for name in names}
 
-    generation = _generation_config(tokenizer)
+    generation = generation_config(tokenizer)
     main_dtype = max(set(kept.values()), key=list(kept.values()).count)
     config |= {key: value for key, value in generation.items() if key in TOKEN_IDS}
     with _new_folder(out) as new:
         save_weights(new, shapes, read, kept, max_shard_bytes)
-        (new / CONFIG).write_text(_json(config | {"torch_dtype": str(main_dtype).removeprefix("torch.")}))
-        (new / GENERATION).write_text(_json(generation))
+        (new / CONFIG).write_text(render_json(config | {"torch_dtype": str(main_dtype).removeprefix("torch.")}))
+        (new / GENERATION).write_text(render_json(generation))
         if with_tokenizer:
-            _copy_tokenizer(tokenizer, new)
-            _complete_tokenizer(new, tokenizer, section.max_position_embeddings)
+            copy_tokenizer(tokenizer, new)
+            complete_tokenizer(new, tokenizer, section.max_position_embeddings)
     return out
 
 
@@ -141,62 +139,23 @@ def _shapes(source: Source) -> tuple[dict[str, torch.Size], dict[str, str]]:
     return {name: parameter.shape for name, parameter in model.named_parameters()}, find_ties(model)
 
 
-def _check_tokenizer(path: Path, vocab_size: int) -> None:
-    try:
-        load_tokenizer(path, vocab_size)
-    except DataError as error:
-        raise DataError(f"{error}; name one with --tokenizer, or export with --no-tokenizer") from None
-
-
-def _generation_config(path: Path) -> dict[str, Any]:
-    """The tokenizer folder's generation_config.json, else the ids that config.json or the tokenizer says."""
-    folder = path if path.is_dir() else path.parent
-    if (folder / GENERATION).is_file():
-        return read_json(folder / GENERATION)
-    if (folder / CONFIG).is_file():
-        config = read_json(folder / CONFIG)
-        return {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}
-    end = None if tokenizer_file(path) is None else find_end_of_text(load_tokenizer(path), path)
-    return {} if end is None else {"eos_token_id": end}
-
-
-def _copy_tokenizer(path: Path, out: Path) -> None:
-    """Copy what there is of a tokenizer, given by its own path or its folder's."""
-    copy_companions(path, out)
-    file = tokenizer_file(path)
-    if file is not None:
-        shutil.copyfile(file, out / "tokenizer.json")
-
-
-def _complete_tokenizer(out: Path, path: Path, length: int) -> None:
-    """Write the tokenizer_config.json that AutoTokenizer needs where the tokenizer at ``path`` came without one."""
-    if not (out / "tokenizer.json").is_file() or (out / "tokenizer_config.json").is_file():
-        return
-    tokenizer = load_tokenizer(out)
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length}
-    end = find_end_of_text(tokenizer, path)
-    if end is not None:
-        config["eos_token"] = tokenizer.id_to_token(end)
-    (out / "tokenizer_config.json").write_text(_json(config), encoding="utf-8")
-
-
 @contextmanager
 def _new_folder(out: Path) -> Iterator[Path]:
     """A folder that gets the name ``out`` when all is written, and vanishes when something fails."""
-    out = out.resolve()  # "." has neither a name nor a parent
+    out = out.resolve()  # ".." has no name
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out}: exists and is not empty; name a new folder")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    if out == Path.cwd():  # which would be pulled from under the caller's shell
+        raise CheckpointError(f"{out}: is the working directory; name a new folder")
     new = out.parent / f".{out.name}.writing"
     shutil.rmtree(new, ignore_errors=True)
-    new.mkdir()
+    try:
+        new.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"{out}: cannot be created ({error.strerror})") from None
     try:
         yield new
         new.replace(out)
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
-
-
-def _json(content: Mapping[str, Any]) -> str:
-    return json.dumps(content, indent=2) + "\n"

@@ -1,6 +1,7 @@
 """What lies in a Hugging Face folder beside the weights: config.json and the ids that end a text."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def render_json(content: Mapping[str, Any]) -> str:
+    """JSON as ``read_json`` reads it."""
+    return json.dumps(content, indent=2) + "\n"
+
+
 def read_config(folder: Path) -> tuple[str, LlamaConfig]:
     """Family and configuration of a folder's model.
 
@@ -46,9 +52,16 @@ def read_config(folder: Path) -> tuple[str, LlamaConfig]:
 
 
 def stop_ids(folder: Path) -> set[int]:
-    """Ids that end a text, from generation_config.json, else config.json; empty where neither says."""
+    """Ids that end a text, from generation_config.json, else config.json; empty where neither says.
+
+    Raises:
+        CheckpointError: one of them is damaged, or says something else than ids.
+    """
     for name in (GENERATION, CONFIG):
         found = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
         if found is not None:
-            return set(found) if isinstance(found, list) else {found}
+            ids = found if isinstance(found, list) else [found]
+            if not all(type(token) is int for token in ids):
+                raise CheckpointError(f"{folder / name}: eos_token_id = {found!r}: expected an id or a list of ids")
+            return set(ids)
     return set()
