@@ -23,7 +23,7 @@ from meshtron.layers import compile_layers, convert_to_float8, parts_of, recompu
 from meshtron.loss import CausalLMLoss
 from meshtron.mesh import Layout, build_mesh
 from meshtron.models import ModelSpec, model_spec
-from meshtron.optim import GroupRule, LearningRate, check_rules, describe_groups, parameter_options
+from meshtron.optim import GroupRule, LearningRate, RateStage, check_rules, describe_groups, parameter_options
 from meshtron.parallel.pipeline import Boundary, PipelineRunner, split_stages
 from meshtron.parallel.placement import shard_range
 from meshtron.parallel.tensor import apply_tensor_parallel, check_plan
@@ -102,7 +102,7 @@ def build_job(recipe: Recipe, device: torch.device) -> Job:
         load_folder(Path(recipe.model.from_hf), optimizer.masters(), model.shapes, model.ties)
         optimizer.publish()
     loss_fn = build_loss(recipe, mesh, model, optimizer)
-    boundary = boundary_of(recipe, training.micro_batch_size, training.seq_len)
+    boundary, output = pipeline_shapes(recipe, mesh, loss_fn, recipe.data_stages[0].seq_len)
     runner = PipelineRunner(
         model.stages,
         mesh["pp"],
@@ -110,7 +110,7 @@ def build_job(recipe: Recipe, device: torch.device) -> Job:
         num_microbatches=recipe.num_microbatches,
         loss_fn=loss_fn,
         boundary=boundary,
-        output=boundary.hidden if isinstance(loss_fn, HeadLoss) else logits_like(recipe, mesh, boundary),
+        output=output,
         after_weight_pass=optimizer.collect,
     )
     return Job(
@@ -217,6 +217,23 @@ def learning_rate_of(recipe: Recipe) -> LearningRate:
         warmup_steps=recipe.lr_schedule.warmup_steps,
         decay_steps=recipe.lr_schedule.decay_steps,
         min_lr_ratio=recipe.lr_schedule.min_lr_ratio,
+        stages=rate_stages(recipe),
+    )
+
+
+def rate_stages(recipe: Recipe) -> tuple[RateStage, ...]:
+    """What the recipe's data stages do to the learning rate."""
+    stages = recipe.data_stages
+    stops = [*(stage.start_step for stage in stages[1:]), recipe.training.steps]
+    return tuple(
+        RateStage(
+            start=stage.start_step,
+            stop=stop,
+            scale=stage.lr_scale,
+            decay=None if stage.lr_decay == "none" else stage.lr_decay,
+        )
+        for stage, stop in zip(stages, stops, strict=True)
+        if stage.lr_scale != 1 or stage.lr_decay != "none"
     )
 
 
@@ -252,6 +269,21 @@ def boundary_of(recipe: Recipe, batch: int, sequence: int) -> Boundary:
         inputs=torch.empty(batch, sequence, dtype=torch.int64, device="meta"),
         hidden=torch.empty(hidden, dtype=dtype_of(recipe.training.param_dtype), device="meta"),
     )
+
+
+def pipeline_shapes(
+    recipe: Recipe, mesh: DeviceMesh, loss_fn: CausalLMLoss | HeadLoss, sequence: int
+) -> tuple[Boundary, torch.Tensor]:
+    """What crosses between stages for micro-batches of sequences of ``sequence`` tokens, and what the last gives."""
+    boundary = boundary_of(recipe, recipe.training.micro_batch_size, sequence)
+    return boundary, boundary.hidden if isinstance(loss_fn, HeadLoss) else logits_like(recipe, mesh, boundary)
+
+
+def fit_sequence(job: Job, sequence: int) -> None:
+    """Shape the pipeline for sequences of ``sequence`` tokens, which differ from one data stage to another."""
+    held = job.runner.boundary
+    if held is None or held.inputs.shape[1] != sequence:
+        job.runner.reshape(*pipeline_shapes(job.recipe, job.mesh, job.loss_fn, sequence))
 
 
 def logits_like(recipe: Recipe, mesh: DeviceMesh, boundary: Boundary) -> torch.Tensor:

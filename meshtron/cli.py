@@ -182,7 +182,8 @@ def _print_summary(name: str, recipe: Recipe) -> None:
             f"{training.global_batch_size} sequences of {training.seq_len:,} tokens = {tokens:,} tokens a step",
             f"{recipe.num_microbatches} micro-batches of {training.micro_batch_size} on each dp rank",
         ],
-        "run": [f"{training.steps:,} steps = {training.steps * tokens:,} tokens, into {recipe.run.dir}"],
+        "run": [f"{training.steps:,} steps = {recipe.num_tokens:,} tokens, into {recipe.run.dir}"],
+        "data": _data_lines(recipe),
         "parameters": [
             f"{figures.num_parameters:>15,}  in all",
             *(f"{count:>15,}  {part}" for part, count in figures.parameters.items() if count),
@@ -198,6 +199,17 @@ def _print_summary(name: str, recipe: Recipe) -> None:
     for row, lines in rows.items():
         for index, line in enumerate(lines):
             console.print(f"[bold]{'' if index else row:<12}[/bold]{escape(line)}")
+
+
+def _data_lines(recipe: Recipe) -> list[str]:
+    from meshtron.feed import describe_stage
+
+    starts = [stage.start_step for stage in recipe.data_stages]
+    return [
+        f"from step {start + 1:,}: {describe_stage(recipe, start)}"
+        + " (behind the last step)" * (start >= recipe.training.steps)
+        for start in starts
+    ]
 
 
 def _size(num_bytes: int) -> str:

@@ -1,14 +1,32 @@
-"""The recipe's [data] and [validation] sections as streams of batches for this rank."""
+"""The recipe's [data] and [validation] sections as streams of batches for this rank, and their place in a checkpoint.
 
-from collections.abc import Sequence
+The order of samples is a pure function of the recipe and of a beginning: a step, a number of samples, and how far
+each source had come there. A run begins at zero. Resumed with other data, weights or batch size it begins anew at
+the checkpoint, so that every source goes on where it stood.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshtron.data import Source, Stage, TrainStream, ValidationSet, load_tokenizer, open_source
+from meshtron.data.sampler import Cursor
 from meshtron.data.tokenizer import tokenizer_file
 from meshtron.recipe import Recipe
 from meshtron.recipe import Source as SourceSection
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Beginning:
+    step: int = 0
+    samples: int = 0
+    cursors: Mapping[str, Cursor] = field(default_factory=dict)
 
 
 def check_tokenizer(recipe: Recipe) -> None:
@@ -17,25 +35,87 @@ def check_tokenizer(recipe: Recipe) -> None:
     Raises:
         DataError: the tokenizer has more ids than the model's vocabulary, or cannot be read.
     """
-    if tokenizer_file(recipe.tokenizer.path) is not None:
+    if recipe.tokenizer.path and tokenizer_file(recipe.tokenizer.path) is not None:
         load_tokenizer(recipe.tokenizer.path, recipe.model.vocab_size)
 
 
-def open_training(recipe: Recipe, mesh: DeviceMesh, device: torch.device) -> TrainStream:
+def open_training(
+    recipe: Recipe,
+    mesh: DeviceMesh,
+    device: torch.device,
+    step: int = 0,
+    samples: int = 0,
+    *,
+    saved: Mapping[str, Any] | None = None,
+) -> TrainStream:
     """All data stages of a run as one stream, cut for this rank's dp coordinate.
+
+    Args:
+        recipe: resolved for the world.
+        step, samples: how far the run has come.
+        saved: what ``data_state`` said there.
 
     Raises:
         DataError: a source is missing, damaged, or does not fit the model's vocabulary.
     """
-    training = recipe.training
-    stages = [Stage(start=0, seq_len=training.seq_len, sources=_open(recipe, recipe.data.train, training.seq_len))]
+    opened: dict[Any, Source] = {}
+    if not saved:
+        return _open_training(recipe, mesh, device, _Beginning(), opened)
+    start, batch = saved["order"]["stages"][0]["start"], saved["order"]["global_batch_size"]
+    beginning = _Beginning(
+        step=step - (samples - start) // batch, samples=start, cursors=_cursors(saved["beginning"])
+    )
+    stream = _open_training(recipe, mesh, device, beginning, opened)
+    if stream.order.facts() != saved["order"]:
+        log.warning("data, weights or batch size are not those of the checkpoint: each source goes on where it stood")
+        for key, cursor in _cursors(saved["cursors"]).items():
+            log.warning("%s: epoch %d, sample %d of it", key, cursor.epoch, cursor.used)
+        beginning = _Beginning(step=step, samples=samples, cursors=_cursors(saved["cursors"]))
+    elif moved := {old: new for old, new in zip(saved["keys"], stream.order.keys, strict=True) if old != new}:
+        for old, new in moved.items():
+            log.warning("%s has as many samples as %s had and is taken to be the same data, moved", new, old)
+        cursors = {moved.get(key, key): cursor for key, cursor in beginning.cursors.items()}
+        beginning = replace(beginning, cursors=cursors)
+    stream = _open_training(recipe, mesh, device, beginning, opened)
+    stream.restore_streams(saved["streams"])
+    return stream
+
+
+def data_state(stream: TrainStream, samples: int) -> dict[str, Any]:
+    """Where the data stands after ``samples``, as plain values for a checkpoint."""
+    first = stream.order.stages[0].start
+    found = {"beginning": stream.order.cursors(first), "cursors": stream.order.cursors(samples)}
+    cursors = {name: {key: asdict(cursor) for key, cursor in known.items()} for name, known in found.items()}
+    order = {"order": stream.order.facts(), "keys": stream.order.keys}
+    return order | cursors | {"streams": stream.stream_states(samples)}
+
+
+def _cursors(saved: Mapping[str, Mapping[str, Any]]) -> dict[str, Cursor]:
+    return {key: Cursor(**values) for key, values in saved.items()}
+
+
+def _open_training(
+    recipe: Recipe, mesh: DeviceMesh, device: torch.device, beginning: _Beginning, opened: dict[Any, Source]
+) -> TrainStream:
+    batch = recipe.training.global_batch_size
+    current = recipe.data_stages[recipe.data_stage(beginning.step) :]
+    stages = [
+        Stage(
+            start=beginning.samples + max(0, stage.start_step - beginning.step) * batch,
+            seq_len=stage.seq_len,
+            sources=_open(recipe, stage.train, stage.seq_len, opened),
+        )
+        for stage in current
+    ]
     return TrainStream(
         stages,
-        global_batch_size=training.global_batch_size,
+        global_batch_size=batch,
         seed=recipe.run.seed,
         dp_rank=mesh.get_local_rank("dp"),
         dp_size=mesh["dp"].size(),
         prefetch=recipe.data.prefetch,
+        workers=recipe.data.workers,
+        cursors=beginning.cursors,
         pin_memory=device.type == "cuda",
     )
 
@@ -48,7 +128,7 @@ def open_validation(recipe: Recipe, mesh: DeviceMesh, device: torch.device) -> V
     """
     training = recipe.training
     return ValidationSet(
-        _open(recipe, recipe.validation.data, training.seq_len),
+        _open(recipe, recipe.validation.data, training.seq_len, {}),
         seq_len=training.seq_len,
         global_batch_size=training.global_batch_size,
         dp_rank=mesh.get_local_rank("dp"),
@@ -58,14 +138,32 @@ def open_validation(recipe: Recipe, mesh: DeviceMesh, device: torch.device) -> V
     )
 
 
-def _open(recipe: Recipe, sections: Sequence[SourceSection], seq_len: int) -> tuple[Source, ...]:
-    return tuple(
-        open_source(
-            section.path,
-            seq_len=seq_len,
-            vocab_size=recipe.model.vocab_size,
-            weight=section.weight,
-            packing="documents" if recipe.data.document_mask else "concat",
-        )
-        for section in sections
-    )
+def describe_stage(recipe: Recipe, step: int) -> str:
+    """A line about the data stage that feeds the step after ``step`` finished ones."""
+    number = recipe.data_stage(step)
+    stage = recipe.data_stages[number]
+    total = sum(source.weight for source in stage.train)
+    sources = ", ".join(f"{source.path} ({source.weight / total:.1%})" for source in stage.train)
+    rate = f", learning rate x {stage.lr_scale:g}" if stage.lr_scale != 1 else ""
+    decay = f", {stage.lr_decay} decay of the learning rate" if stage.lr_decay != "none" else ""
+    return f"data stage {number + 1} of {len(recipe.data_stages)}: {sources}; seq_len {stage.seq_len}{rate}{decay}"
+
+
+def _open(
+    recipe: Recipe, sections: Sequence[SourceSection], seq_len: int, opened: dict[Any, Source]
+) -> tuple[Source, ...]:
+    """Sources of a stage or of validation; what was opened before is used again."""
+    found = []
+    for section in sections:
+        key = (section.path, seq_len, str(section.options))
+        if key not in opened:
+            opened[key] = open_source(
+                section.path,
+                seq_len=seq_len,
+                vocab_size=recipe.model.vocab_size,
+                packing="documents" if recipe.data.document_mask else recipe.data.packing,
+                options=section.options,
+                tokenizer=recipe.tokenizer.path,
+            )
+        found.append(replace(opened[key], weight=section.weight))
+    return tuple(found)

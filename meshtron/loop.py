@@ -3,7 +3,7 @@
 import logging
 from collections import deque
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from torch import distributed as dist
 
 from meshtron import world
-from meshtron.build import Job, build_job, model_section, norm_type_of
+from meshtron.build import Job, boundary_of, build_job, fit_sequence, model_section, norm_type_of
 from meshtron.checkpoint import Checkpointer
 from meshtron.data import Batch, TrainStream, ValidationSet
 from meshtron.errors import MeshtronError
-from meshtron.feed import check_tokenizer, open_training, open_validation
+from meshtron.feed import check_tokenizer, data_state, describe_stage, open_training, open_validation
 from meshtron.hf.recipe import fill_from_hf
 from meshtron.hostcopy import HostCopy
 from meshtron.loss import IGNORE
@@ -47,7 +47,6 @@ def train(recipe: Recipe) -> Progress:
             folder.mkdir(parents=True, exist_ok=True)
         with (
             StopRequests(folder / "STOP") as stop,
-            closing(open_training(recipe, job.mesh, device)) as stream,
             Checkpointer(
                 folder / "checkpoints",
                 keep_last=recipe.checkpoint.keep_last,
@@ -58,7 +57,9 @@ def train(recipe: Recipe) -> Progress:
             progress = resume(job, checkpointer)
             if world.rank() == 0:
                 (folder / "recipe.toml").write_text(dump_recipe(recipe), encoding="utf-8")
-            run_steps(job, stream, checkpointer, progress, stop)
+            done = progress.step, progress.samples
+            with open_training(recipe, job.mesh, device, *done, saved=progress.data) as stream:
+                run_steps(job, stream, checkpointer, progress, stop)
     return progress
 
 
@@ -74,6 +75,7 @@ class Outcome:
     finite: HostCopy
     """Whether both are finite; if not, the step was skipped."""
     lr: float
+    seq_len: int
     data_wait_s: float
 
 
@@ -96,15 +98,18 @@ def run_steps(
         scheduled_garbage_collection() as collect,
         profiler(recipe.profile.steps, folder) as profile,
     ):
+        stage = None
         while progress.step < last:
             profile(progress.step + 1)
+            if stage != (stage := recipe.data_stage(progress.step)):
+                log.info("step %d: %s", progress.step + 1, describe_stage(recipe, progress.step))
             outcome = train_step(job, stream, progress, lambda: stop.ask(checkpointer.failed))
             unchecked.append(outcome)
             # A GPU's finding is looked at while it works on the next step, so that it need not stand still.
             while len(unchecked) > (job.device.type == "cuda"):
                 check_skipped(job, unchecked.popleft(), progress, checkpointer)
             stopwatch.count(outcome.data_wait_s)
-            extra = {}
+            extra: dict[str, float] = {"data_stage": stage + 1} if recipe.data.stages else {}
             if held_out is not None and progress.step % recipe.validation.interval == 0:
                 with stopwatch.stopped(job.device):
                     extra["val_loss"] = validate(job, held_out)
@@ -118,6 +123,7 @@ def run_steps(
             if due or (stopping and recipe.checkpoint.save_on_exit):
                 while unchecked:
                     check_skipped(job, unchecked.popleft(), progress, checkpointer)
+                progress.data = data_state(stream, progress.samples)
                 with stopwatch.stopped(job.device):
                     save(job, checkpointer, progress)
             if stopping:
@@ -167,26 +173,26 @@ def train_step(
 
     progress.step += 1
     progress.samples += training.global_batch_size
-    progress.tokens += training.global_batch_size * training.seq_len
+    progress.tokens += training.global_batch_size * batch.tokens.shape[1]
     return Outcome(
         step=progress.step,
         loss=HostCopy(loss),
         grad_norm=HostCopy(norm),
         finite=HostCopy(finite),
         lr=rate,
+        seq_len=batch.tokens.shape[1],
         data_wait_s=stream.wait_s,
     )
 
 
 def measure(job: Job, outcome: Outcome, progress: Progress, stopwatch: Stopwatch) -> StepMetrics:
     """What the log says about the steps since it was last asked: the last one's loss, and means of times."""
-    training = job.recipe.training
     loss, norm = outcome.loss.item(), outcome.grad_norm.item()
     step_s, data_wait_s = stopwatch.lap()
     return StepMetrics.measured(
-        step_tokens=training.global_batch_size * training.seq_len,
+        step_tokens=job.recipe.training.global_batch_size * outcome.seq_len,
         num_devices=world.world_size(),
-        flops_per_token=job.model.spec.flops_per_token(model_section(job.recipe), training.seq_len),
+        flops_per_token=job.model.spec.flops_per_token(model_section(job.recipe), outcome.seq_len),
         peak=peak_flops(torch.cuda.get_device_name(job.device)) if job.device.type == "cuda" else None,
         step=progress.step,
         tokens=progress.tokens,
@@ -203,6 +209,7 @@ def measure(job: Job, outcome: Outcome, progress: Progress, stopwatch: Stopwatch
 def forward_backward(job: Job, batch: Batch) -> Tensor:
     """Forward and backward of a global batch; returns its mean token loss, the same on every rank."""
     batch = batch.to(job.device)
+    fit_sequence(job, batch.tokens.shape[1])
     job.loss_fn.denominator = valid_tokens(job, batch.labels).clamp(min=1)
     return total_over_ranks(job, job.runner.step(batch.tokens, batch.labels, **document_tensors(batch)))
 
@@ -220,13 +227,14 @@ def validate(job: Job, held_out: ValidationSet) -> float:
     count = torch.zeros((), dtype=torch.int64, device=job.device)
     job.loss_fn.denominator = torch.ones((), device=job.device)
     micro_batch = job.recipe.training.micro_batch_size
+    hidden = boundary_of(job.recipe, micro_batch, held_out.seq_len).hidden
     for start in held_out.starts():
         batch = held_out.batch(start).to(job.device)
         count += valid_tokens(job, batch.labels)
         for start in range(0, len(batch.tokens), micro_batch):
             rows = slice(start, start + micro_batch)
             documents = {key: tensor[rows] for key, tensor in document_tensors(batch).items()}
-            logits = job.runner.forward(batch.tokens[rows], **documents)
+            logits = job.runner.forward(batch.tokens[rows], hidden, **documents)
             if logits is not None:
                 loss_sum += job.loss_fn(logits, batch.labels[rows])
     return (total_over_ranks(job, loss_sum) / count.clamp(min=1)).item()

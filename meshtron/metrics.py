@@ -152,7 +152,9 @@ class MetricsWriter:
         # JSON has no NaN: a loss that is not finite is null in the file, and nan on the console
         finite = {key: value if value is None or math.isfinite(value) else None for key, value in values.items()}
         self._file.write(json.dumps(finite) + "\n")
-        shown = "".join(f"  {key} {value:.4f}" for key, value in extra.items())
+        shown = "".join(
+            f"  {key} {value:.4f}" if isinstance(value, float) else f"  {key} {value}" for key, value in extra.items()
+        )
         print(metrics.console_line(self._steps) + shown, flush=True)
         numbers = {key: value for key, value in values.items() if value is not None}
         if self._wandb is not None:

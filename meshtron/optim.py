@@ -12,6 +12,21 @@ from meshtron.errors import RecipeError
 
 
 @dataclass(frozen=True, kw_only=True)
+class RateStage:
+    """Steps with a learning rate of their own, for a stage of the data."""
+
+    start: int
+    """Finished steps when it begins."""
+    stop: int
+    """Finished steps when it ends."""
+    scale: float = 1.0
+    """Factor on the schedule."""
+    decay: str | None = None
+    """``linear``, ``cosine`` or ``1-sqrt``: from the rate at ``start`` to the floor at ``stop``, in place of the
+    schedule; None follows the schedule."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LearningRate:
     """Learning rate of every step: warm-up from near zero, then one of five shapes down to a floor.
 
@@ -31,9 +46,22 @@ class LearningRate:
     """Length of the decay in steps. By default all that follows warm-up; for wsd and 1-sqrt the last fifth."""
     min_lr_ratio: float = 0.0
     """Floor as a share of the peak."""
+    stages: tuple[RateStage, ...] = ()
+    """Steps that change the schedule; they do not overlap."""
 
     def at(self, step: int) -> float:
         """Learning rate of the update that takes ``step`` finished steps to ``step + 1``."""
+        stage = next((stage for stage in self.stages if stage.start <= step < stage.stop), None)
+        if stage is None:
+            return self._scheduled(step)
+        if stage.decay is None:
+            return self._scheduled(step) * stage.scale
+        first = self._scheduled(stage.start) * stage.scale
+        floor = min(first, self.peak * self.min_lr_ratio)
+        progress = (step - stage.start) / (stage.stop - stage.start)
+        return floor + (first - floor) * _SHAPES[stage.decay](progress)
+
+    def _scheduled(self, step: int) -> float:
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
         if self.kind == "constant":

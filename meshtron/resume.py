@@ -2,7 +2,7 @@
 
 import logging
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ class Progress:
     """Tokens of those sequences."""
     skipped: int = 0
     """Last steps in a row that were skipped because loss or gradient norm was not finite."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """Where the data stood at the checkpoint, as ``feed.data_state`` says it; empty for a run from scratch."""
 
 
 def weights_of(job: Job) -> dict[str, Tensor]:
@@ -88,7 +90,7 @@ def resume(job: Job, checkpointer: Checkpointer) -> Progress:
     log_changes(changed, meta["recipe"], job.recipe, meta["step"])
     _restore_rng(start.folder, meta, job)
     _warn_of_newer(checkpointer, meta["step"])
-    return Progress(step=meta["step"], samples=meta["samples"], tokens=meta["tokens"], skipped=meta.get("skipped", 0))
+    return Progress(**{key: meta[key] for key in ("step", "samples", "tokens", "skipped", "data") if key in meta})
 
 
 @dataclass(frozen=True, kw_only=True)

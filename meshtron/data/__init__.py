@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from meshtron.data.formats import open_tokens
     from meshtron.data.loader import Batch, Source, Stage, TrainStream, ValidationSet
     from meshtron.data.prepare import PrepareOptions, prepare_corpus
-    from meshtron.data.samples import Dataset, Sample, StreamDataset, Windows
+    from meshtron.data.samples import Dataset, ResumableStream, Sample, StreamDataset, Windows
     from meshtron.data.sources import open_source
     from meshtron.data.tokenizer import end_of_text_id, load_tokenizer
 
@@ -20,6 +20,7 @@ _HOMES = {
     "Batch": "loader",
     "Dataset": "samples",
     "PrepareOptions": "prepare",
+    "ResumableStream": "samples",
     "Sample": "samples",
     "Source": "loader",
     "Stage": "loader",
@@ -37,6 +38,7 @@ __all__ = [
     "Batch",
     "Dataset",
     "PrepareOptions",
+    "ResumableStream",
     "Sample",
     "Source",
     "Stage",

@@ -6,17 +6,18 @@ once. Both answer ``batch(samples)``. Ranks that share a dp rank (tp and pp peer
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from meshtron.data.sampler import Order, StageSources
-from meshtron.data.samples import IGNORE, Dataset, Sample, StreamDataset
+from meshtron.data.sampler import Cursor, Order, StageSources
+from meshtron.data.samples import IGNORE, Dataset, ResumableStream, Sample, StreamDataset
 from meshtron.errors import DataError
 
 
@@ -62,7 +63,7 @@ class Stage:
     """The sources from a given sample on."""
 
     start: int = 0
-    """Sample at which the stage begins, a multiple of the global batch size."""
+    """Sample at which the stage begins, a whole number of global batches after the first stage."""
     seq_len: int
     """Tokens a sample."""
     sources: tuple[Source, ...]
@@ -88,7 +89,9 @@ class TrainStream:
         dp_rank: which part of each global batch this rank gets.
         dp_size: in how many equal parts a global batch is divided.
         prefetch: batches kept ready, or being built.
-        workers: threads that build them; more than one calls datasets from several threads.
+        workers: threads that build them; more than one calls datasets from several threads, 0 builds each batch
+            when it is asked for.
+        cursors: where sources stand when the first stage begins (``state``); by default all at their beginning.
         pin_memory: whether batches lie in page-locked memory, for copies to a GPU that overlap with
         computation.
 
@@ -107,6 +110,7 @@ class TrainStream:
         dp_size: int = 1,
         prefetch: int = 4,
         workers: int = 1,
+        cursors: Mapping[str, Cursor] | None = None,
         pin_memory: bool = False,
     ) -> None:
         check_stages(stages, global_batch_size)
@@ -114,14 +118,17 @@ class TrainStream:
         self.global_batch_size = global_batch_size
         self._offset, self._local = _local_rows(global_batch_size, dp_rank, dp_size)
         self.order = Order(
-            [_stage_sources(stage) for stage in stages], global_batch_size=global_batch_size, seed=seed
+            [_stage_sources(stage) for stage in stages],
+            global_batch_size=global_batch_size,
+            seed=seed,
+            cursors=cursors,
         )
         is_stream = any(not isinstance(source.dataset, Dataset) for stage in stages for source in stage.sources)
         self._prefetcher = _Prefetcher(
             self._build,
             step=global_batch_size,
             depth=prefetch,
-            workers=1 if is_stream else workers,  # a stream has one position
+            workers=min(workers, 1) if is_stream else workers,  # a stream has one position
             pin_memory=pin_memory,
             end=None,
         )
@@ -133,6 +140,25 @@ class TrainStream:
     def batch(self, samples: int) -> Batch:
         """This rank's part of the global batch [samples, samples + global_batch_size)."""
         return self._prefetcher.get(samples)
+
+    def stream_states(self, samples: int) -> dict[str, dict[str, Any]]:
+        """What resumable streams want a checkpoint after ``samples`` to hold, by their key in the order."""
+        cursors, streams = self.order.cursors(samples), self._resumable_streams()
+        return {key: stream.state(cursors[key].used) for key, stream in streams.items() if key in cursors}
+
+    def restore_streams(self, states: Mapping[str, dict[str, Any]]) -> None:
+        """Give each stream what it said for a checkpoint."""
+        for key, stream in self._resumable_streams().items():
+            if key in states:
+                stream.restore(states[key])
+
+    def _resumable_streams(self) -> dict[str, ResumableStream]:
+        named = [
+            (key, source.dataset)
+            for stage, names in zip(self.stages, self.order.stages, strict=True)
+            for source, key in zip(stage.sources, names.keys, strict=True)
+        ]
+        return {key: dataset for key, dataset in named if isinstance(dataset, ResumableStream)}
 
     @property
     def wait_s(self) -> float:
@@ -233,13 +259,13 @@ class ValidationSet:
 
 def check_stages(stages: Sequence[Stage], global_batch_size: int) -> None:
     """Raise DataError for stages that cannot follow one another."""
-    if not stages or stages[0].start:
-        raise DataError("the first data stage has to start at sample 0")
+    if not stages:
+        raise DataError("no data stage")
     for before, after in pairwise(stages):
         if after.start <= before.start:
             raise DataError(f"a data stage starts at sample {after.start}, not after the one before it")
     for stage in stages:
-        if stage.start % global_batch_size:
+        if (stage.start - stages[0].start) % global_batch_size:
             raise DataError(f"a data stage starts at sample {stage.start}, not at the start of a global batch")
         if not stage.sources:
             raise DataError(f"the data stage at sample {stage.start} has no source")
@@ -275,7 +301,10 @@ def _fetch(source: Source, index: int, seq_len: int) -> Sample:
     else:
         if dataset.position != index:
             dataset.seek(index)
-        found = next(dataset)
+        try:
+            found = next(dataset)
+        except StopIteration:
+            raise DataError(f"{source.key}: the stream ended before sample {index}; let it begin again") from None
     if not isinstance(found, Sample):
         ids = np.asarray(found, dtype=np.int64)
         found = Sample(ids[:-1], ids[1:])
@@ -331,6 +360,11 @@ class _Prefetcher:
 
     def get(self, samples: int) -> Batch:
         started = time.perf_counter()
+        batch = self._take(samples) if self._workers else self._make(samples)
+        self.wait_s = time.perf_counter() - started
+        return batch
+
+    def _take(self, samples: int) -> Batch:
         if not self._pending or self._pending[0][0] != samples:
             self.close()
             self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="meshtron-data")
@@ -341,12 +375,10 @@ class _Prefetcher:
             following += self._step
         _, first = self._pending.popleft()
         try:
-            batch = first.result()
+            return first.result()
         except BaseException:
             self.close()
             raise
-        self.wait_s = time.perf_counter() - started
-        return batch
 
     def _submit(self, samples: int) -> None:
         assert self._pool is not None

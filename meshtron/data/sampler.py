@@ -10,11 +10,12 @@ The global batch is cut from this order first and only then divided over dp rank
 order knows nothing of either.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from hashlib import blake2b
 from math import ceil, gcd, lcm
+from typing import Any
 
 import numpy as np
 
@@ -145,6 +146,13 @@ class Cursor:
 
     epoch: int = 0
     used: int = 0
+    size: int | None = None
+    """Samples in an epoch; None for a stream."""
+
+    def in_source(self, size: int | None) -> "Cursor":
+        """The same place in a source of ``size`` samples; one that has grown or shrunk begins its next epoch, for
+        nothing says which of its samples have been given."""
+        return self if self.size == size else Cursor(epoch=self.epoch + 1, size=size)
 
 
 class Order:
@@ -155,23 +163,52 @@ class Order:
     leaves out (less than a global batch) is other windows each time.
 
     Args:
-        stages: in the order of their starts; the first starts at 0.
+        stages: in the order of their starts, each a whole number of global batches after the first.
         global_batch_size: samples a step.
         seed: of every epoch's order.
+        cursors: where sources stand when the first stage starts; those that are not named, at their beginning.
 
     Raises:
         DataError: a source has too few samples for its part of one global batch.
     """
 
-    def __init__(self, stages: Sequence[StageSources], *, global_batch_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        stages: Sequence[StageSources],
+        *,
+        global_batch_size: int,
+        seed: int,
+        cursors: Mapping[str, Cursor] | None = None,
+    ) -> None:
         self.stages = list(stages)
+        self.global_batch_size = global_batch_size
+        self.seed = seed
         self._parts: list[_Part] = []
-        cursors: dict[str, Cursor] = {}
+        self._before = [dict(cursors or {})]
         for number, stage in enumerate(self.stages):
-            part = _Part(stage, cursors, global_batch_size, seed)
-            self._parts.append(part)
+            self._parts.append(_Part(stage, self._before[number], global_batch_size, seed))
             if number + 1 < len(self.stages):
-                cursors = cursors | part.cursors(self.stages[number + 1].start)
+                self._before.append(self._before[number] | self._parts[number].cursors(self.stages[number + 1].start))
+
+    def facts(self) -> dict[str, Any]:
+        """All that the order depends on beside ``cursors``, as plain values for JSON; sources go by their number in
+        ``keys``."""
+        keys = self.keys
+        stages = [
+            {
+                "start": stage.start,
+                "sources": [keys.index(key) for key in stage.keys],
+                "sizes": list(stage.sizes),
+                "weights": list(stage.weights),
+            }
+            for stage in self.stages
+        ]
+        return {"global_batch_size": self.global_batch_size, "seed": self.seed, "stages": stages}
+
+    @property
+    def keys(self) -> list[str]:
+        """The sources of all stages, each once."""
+        return list(dict.fromkeys(key for stage in self.stages for key in stage.keys))
 
     def stage(self, sample: int) -> int:
         """Number of the stage that a sample belongs to."""
@@ -184,19 +221,23 @@ class Order:
         return number, sources, windows
 
     def cursors(self, sample: int) -> dict[str, Cursor]:
-        """Where each source of the sample's stage stands just before that sample."""
-        return self._parts[self.stage(sample)].cursors(sample)
+        """Where each source of this and earlier stages stands just before a sample."""
+        number = self.stage(sample)
+        return self._before[number] | self._parts[number].cursors(sample)
 
 
 class _Part:
     """The order inside one stage."""
 
-    def __init__(self, stage: StageSources, cursors: dict[str, Cursor], global_batch_size: int, seed: int) -> None:
+    def __init__(self, stage: StageSources, cursors: Mapping[str, Cursor], global_batch_size: int, seed: int) -> None:
         self.stage = stage
         self.batch = global_batch_size
         self.seed = seed
         self.mixture = Mixture(stage.weights)
-        self.begin = [cursors.get(key, Cursor()) for key in stage.keys]
+        self.begin = [
+            cursors.get(key, Cursor(size=size)).in_source(size)
+            for key, size in zip(stage.keys, stage.sizes, strict=True)
+        ]
         self.first: list[int] = []
         self.later: list[int] = []
         for source, size in enumerate(stage.sizes):
@@ -254,5 +295,6 @@ class _Part:
         for source, key in enumerate(self.stage.keys):
             epochs, offsets = self._epochs(source, np.array([(inside - 1) // self.batch]))
             count = int(self.mixture.count(source, np.array([inside]))[0])
-            found[key] = Cursor(epoch=int(epochs[0]), used=count + int(offsets[0]))
+            size = self.stage.sizes[source]
+            found[key] = Cursor(epoch=int(epochs[0]), used=count + int(offsets[0]), size=size)
         return found

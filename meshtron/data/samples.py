@@ -10,7 +10,7 @@ it ``packing = "documents"``  cut the same way, but document ids come along, att
 A user's own data needs none of this: anything that fits ``Dataset`` or ``StreamDataset`` can be a source.
 """
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -56,6 +56,17 @@ class StreamDataset(Protocol):
 
     def __next__(self) -> "Sample | np.ndarray":
         """The next Sample, or ``seq_len + 1`` token ids."""
+
+
+@runtime_checkable
+class ResumableStream(StreamDataset, Protocol):
+    """A StreamDataset whose ``seek`` would be slow: it says with each checkpoint what makes it fast."""
+
+    def state(self, position: int) -> dict[str, Any]:
+        """Plain values (for JSON) about ``position``, which is not far from what was given last."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take up what ``state`` said in an earlier run; a ``seek`` to that position or a later one follows."""
 
 
 class Windows:

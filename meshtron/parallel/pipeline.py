@@ -242,18 +242,23 @@ class PipelineRunner:
         self.boundary = boundary
         self.is_first = 0 in self.indices
         self.is_last = self.num_stages - 1 in self.indices
+        self.after_weight_pass = after_weight_pass
         self._schedule = None
         if self.num_stages > 1:
             check_schedule(schedule, pp, len(self.stages), num_microbatches)
-            self._schedule = self._build(schedule, boundary, output, after_weight_pass)
+            self._schedule = self._build(boundary, output)
 
-    def _build(
-        self,
-        schedule: str,
-        boundary: Boundary | None,
-        output: Tensor | None,
-        after_weight_pass: Callable[[nn.Module], None] | None,
-    ) -> Any:
+    def reshape(self, boundary: Boundary, output: Tensor) -> None:
+        """Take micro-batches of another shape from the next step on; every pipeline rank makes the call.
+
+        Args:
+            boundary, output: as when the runner was made.
+        """
+        self.boundary = boundary
+        if self._schedule is not None:
+            self._schedule = self._build(boundary, output)
+
+    def _build(self, boundary: Boundary | None, output: Tensor | None) -> Any:
         device = torch.device(self.pp_mesh.device_type)
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
@@ -267,9 +272,9 @@ class PipelineRunner:
                     "output_args": _requiring_grad(output if last else boundary.hidden),
                 }
             stage = _Stage(module, index, self.num_stages, device, group=self.pp_mesh.get_group(), **shapes)
-            stage.after_weight_pass = after_weight_pass
+            stage.after_weight_pass = self.after_weight_pass
             torch_stages.append(stage)
-        schedule_class = get_schedule_class(SCHEDULES[schedule])
+        schedule_class = get_schedule_class(SCHEDULES[self.schedule])
         single = issubclass(schedule_class, PipelineScheduleSingle)
         return schedule_class(
             torch_stages[0] if single else torch_stages,

@@ -76,8 +76,8 @@ def recipe_subject(recipe: Recipe, device: torch.device, resources: ExitStack) -
 
 def data_missing(recipe: Recipe) -> str:
     """The first folder of training data that does not exist, or ""."""
-    sources = recipe.data.train or recipe.data.stages[0].train
-    return next((source.path for source in sources if not Path(source.path).exists()), "")
+    paths = [source.path for stage in recipe.data_stages for source in stage.train]
+    return next((path for path in paths if not path.startswith(("hf:", "py:")) and not Path(path).exists()), "")
 
 
 def _batch(job: Job, stream: TrainStream | None, step: int) -> Batch:
@@ -87,7 +87,7 @@ def _batch(job: Job, stream: TrainStream | None, step: int) -> Batch:
     whole = synthetic_batch(
         recipe.model.vocab_size,
         recipe.training.global_batch_size,
-        recipe.training.seq_len,
+        recipe.data_stages[recipe.data_stage(step)].seq_len,
         seed=recipe.run.seed + step,
         documents=recipe.data.document_mask,
     )

@@ -1,5 +1,6 @@
 """Fit a recipe to a number of ranks: fill in what follows, refuse what cannot work, with the numbers."""
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from meshtron.errors import LayoutError
@@ -15,28 +16,49 @@ V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")  # each rank holds a stage of the w
 def resolve(recipe: "Recipe", world_size: int) -> "Recipe":
     """See ``Recipe.resolve``."""
     dp, problems = _data_parallel(recipe, world_size)
-    problems += _model_problems(recipe)
+    problems += _model_problems(recipe) + _data_problems(recipe)
     if dp:
         problems += _batch_problems(recipe, dp)
     if problems:
         raise LayoutError("\n".join(problems))
     model, training, schedule = recipe.model, recipe.training, recipe.lr_schedule
-    longest = max([training.seq_len, *(stage.seq_len or 0 for stage in recipe.data.stages)])
+    longest = max([training.seq_len, *(stage.seq_len for stage in recipe.data.stages)])
     rest = max(training.steps - schedule.warmup_steps, 1)
     final = max(training.steps // 5, 1) if schedule.kind in ("wsd", "1-sqrt") else rest
     derived: dict[str, dict[str, Any]] = {
         "parallel": {"dp": dp},
         "model": {"max_position_embeddings": model.max_position_embeddings or longest},
         "lr_schedule": {"decay_steps": schedule.decay_steps or final},
-        "tokenizer": {"path": recipe.tokenizer.path or _first_source(recipe)},
+        "tokenizer": {"path": recipe.tokenizer.path or _tokenizer_beside_data(recipe)},
     }
     return recipe.model_copy(
         update={name: getattr(recipe, name).model_copy(update=values) for name, values in derived.items()}
     )
 
 
-def _first_source(recipe: "Recipe") -> str:
-    return (recipe.data.train or recipe.data.stages[0].train)[0].path
+def _tokenizer_beside_data(recipe: "Recipe") -> str:
+    """The folder of the first source, or nothing where that is not a folder."""
+    path = recipe.data_stages[0].train[0].path
+    return "" if path.startswith(("hf:", "py:")) else path
+
+
+def _data_problems(recipe: "Recipe") -> list[str]:
+    problems = []
+    trained = [source.path for stage in recipe.data_stages for source in stage.train]
+    for path in dict.fromkeys(source.path for source in recipe.validation.data):
+        if _same_place(path, trained):
+            problems.append(
+                f"validation.data: {path} is trained on too, so its loss says nothing about other text: hold some "
+                "out with `meshtron prepare --val-fraction`"
+            )
+    streamed = next((path for path in trained if path.startswith("hf:")), None)
+    if streamed and not recipe.tokenizer.path:
+        problems.append(f"tokenizer.path: missing; {streamed} is tokenized while it is read")
+    return problems
+
+
+def _same_place(path: str, others: list[str]) -> bool:
+    return any(path == other or os.path.realpath(path) == os.path.realpath(other) for other in others)
 
 
 def _data_parallel(recipe: "Recipe", world_size: int) -> tuple[int, list[str]]:

@@ -4,13 +4,14 @@ Defaults that follow from other values are filled in as early as they can be: th
 built, those that need another section or the number of ranks by ``Recipe.resolve``.
 """
 
+from bisect import bisect_right
 from typing import Annotated, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
 from meshtron.recipe import layout
 from meshtron.recipe.base import Count, Positive, Section
-from meshtron.recipe.data import DataSection, ValidationSection
+from meshtron.recipe.data import DataSection, DataStage, ValidationSection
 from meshtron.recipe.model import CustomModelSection, ModelSection, model_tag
 from meshtron.recipe.problems import UNION_TAGS, Problems
 
@@ -255,3 +256,25 @@ class Recipe(Section):
     def num_microbatches(self) -> int:
         """Micro-batches a step on each dp rank; the recipe must be resolved."""
         return self.training.global_batch_size // (self.training.micro_batch_size * self.parallel.dp)
+
+    @property
+    def data_stages(self) -> tuple[DataStage, ...]:
+        """The data of the whole run, from step 0 on: ``data.train``, then ``data.stages``, each with its seq_len."""
+        first = (DataStage(start_step=0, train=self.data.train),) if self.data.train else ()
+        return tuple(
+            stage.model_copy(update={"seq_len": stage.seq_len or self.training.seq_len})
+            for stage in (*first, *self.data.stages)
+        )
+
+    def data_stage(self, step: int) -> int:
+        """Number in ``data_stages`` of the one that feeds the step after ``step`` finished ones."""
+        starts = [0] * bool(self.data.train) + [stage.start_step for stage in self.data.stages]
+        return bisect_right(starts, step) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole run."""
+        stages, last = self.data_stages, self.training.steps
+        stops = [*(min(stage.start_step, last) for stage in stages[1:]), last]
+        steps = [stop - min(stage.start_step, last) for stage, stop in zip(stages, stops, strict=True)]
+        return self.training.global_batch_size * sum(n * s.seq_len for n, s in zip(steps, stages, strict=True))
