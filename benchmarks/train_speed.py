@@ -1,7 +1,7 @@
 """Speed of a recipe through the real loop: tokens a second, MFU, memory, and where the time of a step goes.
 
     python benchmarks/train_speed.py recipes/llama_1b.toml [key=value ...] [--steps 20] [--warmup 5]
-        [--against plain] [--random-data] [--json FILE]
+        [--against plain] [--random-data] [--kernels 20] [--json FILE]
 
 Batches come from the recipe's token shards through the real loader; with --random-data, shards of random ids of the
 recipe's vocabulary are written to a temporary folder first and read in their place. Nothing is saved.
@@ -77,13 +77,17 @@ def synchronize(device: torch.device) -> None:
 
 
 def random_data(recipe: Recipe, folder: Path, samples: int) -> Recipe:
-    """The recipe on freshly written shards of random ids, enough for ``samples`` sequences."""
+    """The recipe on freshly written shards of random ids, enough for ``samples`` sequences.
+
+    Id k comes up about 1 / (k + 1) of the time, as words do: how often ids repeat tells on the embedding's gradient.
+    """
     vocab, length = recipe.model.vocab_size, recipe.training.seq_len
     random = np.random.default_rng(0)
     folder.mkdir()
     writer = ShardWriter(folder, vocab_size=vocab)
     for _ in range(samples + 1):
-        writer.append(random.integers(0, vocab, length + 1), np.array([length + 1]))
+        ids = np.exp(random.random(length + 1) * np.log(vocab)).astype(np.int64) - 1
+        writer.append(ids, np.array([length + 1]))
     writer.close()
     header = Header(
         dtype=dtype_name(vocab), vocab_size=vocab, eos_id=0, tokenizer_hash="", shards=tuple(writer.shards)
@@ -122,6 +126,45 @@ def measure(job: Job, stream: Any, warmup: int, steps: int) -> dict[str, Any]:
     if outcome is not None:
         result["loss"], result["grad_norm"] = outcome.loss.item(), outcome.grad_norm.item()
     return result
+
+
+def measure_kernels(job: Job, stream: Any, steps: int, most: int) -> dict[str, Any]:
+    """Device time of a step by kind of kernel, and of the ``most`` longest ones, in milliseconds."""
+    progress = Progress()
+    train_step(job, stream, progress)
+    synchronize(job.device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(steps):
+            train_step(job, stream, progress)
+        synchronize(job.device)
+    times: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    for event in profile.key_averages():
+        times[event.key][0] += event.self_device_time_total / 1e3 / steps
+        times[event.key][1] += event.count / steps
+    kinds: dict[str, float] = defaultdict(float)
+    for name, (ms, _) in times.items():
+        kinds[kind_of(name)] += ms
+    longest = sorted(times.items(), key=lambda item: -item[1][0])[:most]
+    return {
+        "kinds_ms": {kind: round(ms, 3) for kind, ms in sorted(kinds.items(), key=lambda item: -item[1])},
+        "kernels_ms": [[name[:120], round(ms, 3), count] for name, (ms, count) in longest],
+    }
+
+
+KINDS = {
+    "matrix products": ("gemm", "nvjet", "cutlass_80", "cutlass_90", "splitK", "scaled_mm", "wgrad"),
+    "attention": ("flash", "fmha", "sdpa", "attention", "cudnn"),
+    "optimizer": ("_adamw", "_squares"),
+    "loss": ("_rows", "_scale_unless_one"),
+    "embedding": ("embedding", "radix", "DeviceRadixSort", "krn_partial", "compute_grad_weight", "index"),
+    "copies": ("memcpy", "Memcpy", "Memset", "copy_kernel"),
+    "compiled element-wise": ("triton_",),
+}
+
+
+def kind_of(kernel: str) -> str:
+    """The first kind of ``KINDS`` that a kernel's name fits."""
+    return next((kind for kind, parts in KINDS.items() if any(part in kernel for part in parts)), "other")
 
 
 def mark_phases(job: Job, stream: Any, marks: Marks) -> None:
@@ -231,6 +274,8 @@ def run(options: argparse.Namespace, recipe: Recipe) -> dict[str, dict[str, Any]
         with closing(open_training(recipe, job.mesh, device)) as stream:
             results["meshtron"] = measure(job, stream, options.warmup, options.steps)
             add_rates(results["meshtron"], job)
+            if options.kernels:
+                results["meshtron"] |= measure_kernels(job, stream, 3, options.kernels)
         if options.against == "plain":
             job.model.stages.clear()
             with closing(open_training(recipe, job.mesh, device)) as stream:
@@ -247,12 +292,13 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=5, help="steps before, which compile")
     parser.add_argument("--against", choices=["plain"], help="run the same shape through this too")
     parser.add_argument("--random-data", action="store_true", help="write random token shards and read those")
+    parser.add_argument("--kernels", type=int, default=0, help="show this many of the GPU's longest kernels")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_intermixed_args()
     recipe = load_recipe(options.recipe, options.overrides).resolve(world.world_size())
     with tempfile.TemporaryDirectory() as folder:
         if options.random_data:
-            samples = recipe.training.global_batch_size * (2 * options.steps + options.warmup)
+            samples = recipe.training.global_batch_size * (2 * options.steps + options.warmup + 4)
             recipe = random_data(recipe, Path(folder) / "data", samples)
         results = run(options, recipe)
     if world.rank() != 0:
@@ -261,6 +307,10 @@ def main() -> None:
     where = torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine()
     title = f"{recipe.run.name}, {where}, torch {torch.__version__}, {date.today()}"
     show(results, title)
+    for kind, ms in results["meshtron"].get("kinds_ms", {}).items():
+        print(f"{ms:9.3f} ms a step  {kind}")
+    for name, ms, count in results["meshtron"].get("kernels_ms", []):
+        print(f"{ms:9.3f} ms {count:7.1f} x  {name}")
     if options.json:
         options.json.write_text(json.dumps({"title": title, "recipe": recipe.model_dump(mode="json"), **results}))
 

@@ -86,7 +86,11 @@ def build_job(recipe: Recipe, device: torch.device) -> Job:
     optimizer = ZeroOptimizer(
         model.stages,
         mesh,
-        optimizer=functools.partial(FusedAdamW, fused=device.type == "cpu"),
+        optimizer=functools.partial(
+            FusedAdamW,
+            fused=device.type == "cpu",
+            moment_dtype=torch.bfloat16 if optim.moment_dtype == "bfloat16" else None,
+        ),
         group_of=options,
         num_microbatches=recipe.num_microbatches,
         shard=recipe.parallel.zero == 1,

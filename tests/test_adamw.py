@@ -36,6 +36,25 @@ def test_clip_coefficient_narrow_gradients_and_copies_are_folded_in():
     assert fused.state[ours[0]]["step"] == 2
 
 
+def test_bf16_moments_are_rounded_after_each_update_in_float32():
+    torch.manual_seed(0)
+    weight = torch.randn(7, 5).requires_grad_()
+    master, average, square = weight.detach().clone(), torch.zeros(7, 5), torch.zeros(7, 5)
+    fused = FusedAdamW([weight], moment_dtype=torch.bfloat16, **OPTIONS)
+    for step in range(1, 4):
+        grad = weight.grad = torch.randn(7, 5)
+        fused.step()
+        average = 0.9 * average + 0.1 * grad
+        square = 0.95 * square + 0.05 * grad * grad
+        update = average / (1 - 0.9**step) / ((square / (1 - 0.95**step)).sqrt() + 1e-8)
+        master = master - 1e-2 * (0.1 * master + update)
+        average, square = average.bfloat16().float(), square.bfloat16().float()
+        torch.testing.assert_close(weight.detach(), master, rtol=0, atol=2e-5)
+    state = fused.state[weight]
+    assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == (torch.bfloat16, torch.bfloat16)
+    torch.testing.assert_close(state["exp_avg"].float(), average, rtol=1e-2, atol=1e-4)
+
+
 def test_sum_of_squares_counts_every_element_in_wide_precision():
     torch.manual_seed(0)
     tensors = [torch.randn(1000).bfloat16(), torch.randn(3, 5), torch.full((100_000,), 0.01).bfloat16()]

@@ -1,7 +1,8 @@
 """AdamW on float32 masters that reads gradients as they are and writes low-precision weights in the same pass."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ class FusedAdamW(torch.optim.AdamW):
     28 bytes a weight with bf16 gradients, which is all that it costs on a device with float32 masters. Where there
     is no CUDA device, torch's own AdamW does the same in several passes.
 
+    Moments can be kept in bf16 (``moment_dtype``), 4 bytes a weight less to hold and 8 less to move. They are rounded
+    to nearest after each update, so a second moment whose decay is closer to 1 than 0.998 may stop shrinking.
+
     Gradients may be of lower precision than their parameter (set ``parameter.grad_dtype = None`` to allow it).
     State has torch's names; ``step`` is a CPU tensor, so nothing waits for the device.
     """
@@ -26,8 +30,10 @@ class FusedAdamW(torch.optim.AdamW):
     """Boolean scalar on the device: where it is false the next ``step`` leaves weights and moments as they are, but
     counts (``uncount_step`` takes that back). None always updates. For parameters on a CUDA device."""
 
-    def __init__(self, params: Any, **defaults: Any) -> None:
+    def __init__(self, params: Any, *, moment_dtype: torch.dtype | None = None, **defaults: Any) -> None:
         super().__init__(params, **defaults)
+        self.moment_dtype = moment_dtype
+        """Of both moments; None is that of their parameter."""
         self.copies: dict[Tensor, Tensor] = {}
 
     def write_copies(self, copies: Mapping[Tensor, Tensor]) -> None:
@@ -41,8 +47,8 @@ class FusedAdamW(torch.optim.AdamW):
                 if not self.state[parameter]:
                     self.state[parameter] = {
                         "step": torch.tensor(0.0),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
+                        "exp_avg": torch.zeros_like(parameter, dtype=self.moment_dtype),
+                        "exp_avg_sq": torch.zeros_like(parameter, dtype=self.moment_dtype),
                     }
 
     @torch.no_grad()
@@ -72,12 +78,31 @@ class FusedAdamW(torch.optim.AdamW):
             torch._foreach_mul_(grads, self.gradient_factor.to(held[0].dtype))  # type: ignore[arg-type]
         groups, self.param_groups = self.param_groups, [group]
         try:
-            super().step()
+            with self._wide_moments(held):
+                super().step()
         finally:
             self.param_groups = groups
         written = [parameter for parameter in held if parameter in self.copies]
         if written:
             torch._foreach_copy_([self.copies[parameter] for parameter in written], written)
+
+    @contextmanager
+    def _wide_moments(self, held: Sequence[Tensor]) -> Iterator[None]:
+        """Moments in their parameter's precision, for torch's AdamW; narrowed again afterwards."""
+        if self.moment_dtype is None:
+            yield
+            return
+        self.make_state()
+        states = [self.state[parameter] for parameter in held]
+        narrow = [(state, key, state[key]) for state in states for key in ("exp_avg", "exp_avg_sq")]
+        for state, parameter in zip(states, held, strict=True):
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key] = state[key].to(parameter.dtype)
+        try:
+            yield
+        finally:
+            for state, key, kept in narrow:
+                state[key] = kept.copy_(state[key])
 
     def _step_in_one_pass(self, group: dict[str, Any], held: Sequence[Tensor]) -> None:
         from meshtron.kernels import multi_tensor
@@ -114,6 +139,17 @@ class FusedAdamW(torch.optim.AdamW):
                 weight_decay=group["weight_decay"],
                 step=step,
             )
+
+
+def accumulate(total: Tensor, added: Tensor) -> None:
+    """``total += added``, of the same two-dimensional shape; ``added`` may be of lower precision."""
+    narrow = added.dtype in (torch.bfloat16, torch.float16) and total.dtype == torch.float32
+    if total.is_cuda and narrow and added.is_contiguous() and total.stride(1) == 1:
+        from meshtron.kernels.narrow_add import narrow_add
+
+        narrow_add(total, added)
+    else:
+        total.add_(added)
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:

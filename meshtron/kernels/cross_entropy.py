@@ -1,9 +1,10 @@
 """Softmax cross-entropy over rows of logits, in Triton: one kernel reads the logits and leaves their gradient.
 
-A row of 128 k bf16 logits (256 KiB) does not fit a multiprocessor's shared memory, but the rows of all running
-programs fit the L2 cache together, so the second pass over a row costs no device memory traffic: the logits are
-read from memory once and written once. The softmax is float32 throughout (online normaliser: Milakov & Gimelshein,
-"Online normalizer calculation for softmax", 2018).
+A row of 128 k bf16 logits (256 KiB) does not fit a multiprocessor's shared memory. But a program is so wide that a
+multiprocessor holds one at a time, so the rows in flight (34 MiB on 132 of them) stay in the L2 cache, where the
+second pass finds them: logits are read from memory about once and written once. The softmax is float32 throughout,
+each lane with a maximum of its own until the row ends (online normaliser: Milakov & Gimelshein, "Online normalizer
+calculation for softmax", 2018), so lanes do not wait for one another inside the loop.
 """
 
 import torch
@@ -11,8 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 4096
-_NUM_WARPS = 8
+# A lane loads 16 bytes of bf16 at a time. 0.79 ms for 4096 rows of 128,256 on an H200, where a copy takes 0.51.
+_LANES, _LANE_WIDTH = 1024, 8
+_NUM_WARPS = 32
+_LOWEST = -3.0e38  # a finite lowest maximum: lanes beyond the last column must not make inf - inf
 
 
 @triton.jit
@@ -28,25 +31,29 @@ def _rows(
     first_column,
     STATISTICS: tl.constexpr,
     GRADIENT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LOWEST: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * row_stride
     label = tl.load(labels + row)
     column = label - first_column
-    offsets = tl.arange(0, BLOCK)
+    offsets = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     if STATISTICS:
         owned = (label >= 0) & (column >= 0) & (column < num_columns)
         target = tl.load(row_logits + column, mask=owned, other=0.0).to(tl.float32)
-        maximum = float("-inf")
-        lane_sums = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, num_columns, BLOCK):
-            inside = start + offsets < num_columns
-            x = tl.load(row_logits + start + offsets, mask=inside, other=float("-inf")).to(tl.float32)
-            higher = tl.maximum(maximum, tl.max(x))
-            lane_sums = lane_sums * tl.exp(maximum - higher) + tl.exp(x - higher)
-            maximum = higher
-        total = tl.sum(lane_sums)
+        lane_maxima = tl.full([LANES], LOWEST, tl.float32)
+        lane_sums = tl.zeros([LANES], tl.float32)
+        for start in range(0, num_columns, LANES * WIDTH):
+            at = start + offsets
+            x = tl.load(row_logits + at, mask=at < num_columns, other=float("-inf"), eviction_policy="evict_last")
+            x = x.to(tl.float32)
+            higher = tl.maximum(lane_maxima, tl.max(x, 1))
+            lane_sums = lane_sums * tl.exp(lane_maxima - higher) + tl.sum(tl.exp(x - higher[:, None]), 1)
+            lane_maxima = higher
+        maximum = tl.max(lane_maxima)
+        total = tl.sum(lane_sums * tl.exp(lane_maxima - maximum))
         tl.store(maxima + row, maximum)
         tl.store(sums + row, total)
         tl.store(targets + row, target)
@@ -56,11 +63,12 @@ def _rows(
     if GRADIENT:
         log_normaliser = maximum + tl.log(total)
         weight = tl.where(label >= 0, tl.load(scale), 0.0)
-        for start in range(0, num_columns, BLOCK):
-            inside = start + offsets < num_columns
-            x = tl.load(row_logits + start + offsets, mask=inside, other=float("-inf")).to(tl.float32)
-            gradient = (tl.exp(x - log_normaliser) - tl.where(start + offsets == column, 1.0, 0.0)) * weight
-            tl.store(row_logits + start + offsets, gradient, mask=inside)
+        for start in range(0, num_columns, LANES * WIDTH):
+            at = start + offsets
+            inside = at < num_columns
+            x = tl.load(row_logits + at, mask=inside, other=float("-inf"), eviction_policy="evict_first")
+            gradient = (tl.exp(x.to(tl.float32) - log_normaliser) - tl.where(at == column, 1.0, 0.0)) * weight
+            tl.store(row_logits + at, gradient, mask=inside, eviction_policy="evict_first")
 
 
 def _launch(logits, labels, statistics, scale, first_column, *, compute, differentiate) -> None:
@@ -75,7 +83,9 @@ def _launch(logits, labels, statistics, scale, first_column, *, compute, differe
         first_column,
         STATISTICS=compute,
         GRADIENT=differentiate,
-        BLOCK=min(_BLOCK, triton.next_power_of_2(columns)),
+        LANES=_LANES,
+        WIDTH=_LANE_WIDTH,
+        LOWEST=_LOWEST,
         num_warps=_NUM_WARPS,
     )
 

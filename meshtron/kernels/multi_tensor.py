@@ -73,6 +73,7 @@ def _adamw(
     correction1,
     correction2_root,
     GRAD: tl.constexpr,
+    MOMENT: tl.constexpr,
     OUTPUT: tl.constexpr,
     WRITE_OUTPUT: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -84,22 +85,22 @@ def _adamw(
     size = tl.load(sizes + tensor)
     grads = _pointer(table, tensor, GRAD, ALIGNED)
     masters = _pointer(table, num_tensors + tensor, tl.float32, ALIGNED)
-    averages = _pointer(table, 2 * num_tensors + tensor, tl.float32, ALIGNED)
-    squares = _pointer(table, 3 * num_tensors + tensor, tl.float32, ALIGNED)
+    averages = _pointer(table, 2 * num_tensors + tensor, MOMENT, ALIGNED)
+    squares = _pointer(table, 3 * num_tensors + tensor, MOMENT, ALIGNED)
     factor = tl.load(clip)
     at = start + tl.arange(0, CHUNK)
     inside = (at < size) & (factor == factor)
     grad = tl.load(grads + at, mask=inside).to(tl.float32) * factor
     master = tl.load(masters + at, mask=inside)
-    average = tl.load(averages + at, mask=inside)
-    square = tl.load(squares + at, mask=inside)
+    average = tl.load(averages + at, mask=inside).to(tl.float32)
+    square = tl.load(squares + at, mask=inside).to(tl.float32)
     average += (grad - average) * (1 - beta1)
     square = square * beta2 + grad * grad * (1 - beta2)
     master -= master * (lr * weight_decay)
     master -= (lr / correction1) * average / (tl.sqrt_rn(square) / correction2_root + eps)
     tl.store(masters + at, master, mask=inside)
-    tl.store(averages + at, average, mask=inside)
-    tl.store(squares + at, square, mask=inside)
+    tl.store(averages + at, average.to(MOMENT), mask=inside)
+    tl.store(squares + at, square.to(MOMENT), mask=inside)
     if WRITE_OUTPUT:
         outputs = _pointer(table, 4 * num_tensors + tensor, OUTPUT, ALIGNED)
         tl.store(outputs + at, master.to(OUTPUT), mask=inside)
@@ -115,11 +116,11 @@ def adamw(
     weight_decay: float,
     step: int,
 ) -> None:
-    """Update float32 masters and moments in place, and write low-precision copies of the masters.
+    """Update float32 masters and their moments in place, and write low-precision copies of the masters.
 
     Args:
         columns: gradients, masters, first moments, second moments and, optionally, outputs: lists of contiguous
-            tensors, alike in sizes. Gradients and outputs have one dtype each.
+            tensors, alike in sizes. Gradients, moments and outputs have one dtype each.
         clip: float32 scalar on the device that gradients are multiplied by; with NaN nothing is changed.
         lr, betas, eps, weight_decay: as in ``torch.optim.AdamW`` (Loshchilov & Hutter, 2019).
         step: 1 at the first update.
@@ -144,6 +145,7 @@ def adamw(
         1 - betas[0] ** step,
         (1 - betas[1] ** step) ** 0.5,
         GRAD=_TYPES[grads[0].dtype],
+        MOMENT=_TYPES[columns[2][0].dtype],
         OUTPUT=_TYPES[output],
         WRITE_OUTPUT=len(columns) == 5,
         ALIGNED=aligned,

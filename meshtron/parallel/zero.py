@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshtron.errors import LayoutError
 from meshtron.hostcopy import HostCopy
-from meshtron.kernels.adamw import FusedAdamW, sum_of_squares
+from meshtron.kernels.adamw import FusedAdamW, accumulate, sum_of_squares
 from meshtron.parallel.placement import contiguous_stride, local_part, shard_range
 
 _BUCKET_BYTES = 64 << 20
@@ -321,7 +321,7 @@ class ZeroOptimizer:
             for view, span in piece.parts(bucket.accumulator):
                 added = rows[span].view(view.shape)
                 # The first gradient of a step overwrites what the last step left.
-                view.copy_(added) if piece.seen == 0 else view.add_(added)
+                view.copy_(added) if piece.seen == 0 else accumulate(view, added)
         self._count(piece, bucket)
 
     def _check_open(self, piece: _Piece, bucket: _Bucket) -> None:

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from meshtron.head_loss import linear_cross_entropy
 from meshtron.kernels import reference
-from meshtron.kernels.adamw import FusedAdamW, sum_of_squares
+from meshtron.kernels.adamw import FusedAdamW, accumulate, sum_of_squares
 from meshtron.models.attention import attention_backend, causal_attention
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -88,6 +88,30 @@ def test_fused_adamw_equals_torch_in_float64(grad_dtype):
     fused.only_if = torch.tensor(False, device="cuda")
     fused.step()
     assert all(torch.equal(p, before) for p, before in zip(ours, kept, strict=True))
+
+
+def test_fused_adamw_with_bf16_moments_follows_torch_on_rounded_state():
+    ours = torch.randn(300, 1025, device="cuda").requires_grad_()
+    theirs = ours.detach().cpu().requires_grad_()
+    on_gpu = FusedAdamW([ours], moment_dtype=torch.bfloat16, **OPTIONS)
+    on_cpu = FusedAdamW([theirs], moment_dtype=torch.bfloat16, **OPTIONS)
+    for _ in range(4):
+        ours.grad = torch.randn_like(ours)
+        theirs.grad = ours.grad.cpu()
+        on_gpu.step()
+        on_cpu.step()
+    assert on_gpu.state[ours]["exp_avg_sq"].dtype == torch.bfloat16
+    assert relative(ours.detach().cpu(), theirs.detach()) < 1e-4
+
+
+def test_gradients_are_added_to_wider_rows_as_torch_does():
+    buffer = torch.randn(3, 5000, device="cuda")
+    total, added = buffer[:, 100:4133], torch.randn(3, 4033, device="cuda").bfloat16()
+    before, expected = buffer.clone(), total + added
+    accumulate(total, added)
+    assert torch.equal(total, expected)
+    assert torch.equal(buffer[:, :100], before[:, :100])
+    assert torch.equal(buffer[:, 4133:], before[:, 4133:])
 
 
 def test_sum_of_squares_of_mixed_dtypes():
