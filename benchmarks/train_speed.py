@@ -13,6 +13,7 @@ The breakdown needs one pipeline stage; with more only whole steps are measured.
 """
 
 import argparse
+import gc
 import json
 import platform
 import tempfile
@@ -32,13 +33,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshtron import world
-from meshtron.build import Job, build_job, model_section
+from meshtron.build import Job, build_job, layout_of, model_section
 from meshtron.data.shards import HEADER, Header, ShardWriter, dtype_name
 from meshtron.feed import open_training
 from meshtron.initialize import init_weights
 from meshtron.layers import compile_layers
 from meshtron.loop import train_step
+from meshtron.mesh import build_mesh
 from meshtron.metrics import memory_gib, peak_flops
+from meshtron.models import model_spec
 from meshtron.models.llama import Llama, config_of
 from meshtron.recipe import Recipe, load_recipe
 from meshtron.resume import Progress
@@ -231,12 +234,13 @@ def measure_plain(recipe: Recipe, stream: Any, device: torch.device, warmup: int
     return {"step_ms": 1e3 * (time.perf_counter() - started) / steps, "memory_gib": memory_gib(device)}
 
 
-def add_rates(result: dict[str, Any], job: Job) -> None:
+def add_rates(result: dict[str, Any], recipe: Recipe, device: torch.device) -> None:
     """Tokens a second, FLOP/s and MFU of one device."""
-    training = job.recipe.training
+    training = recipe.training
     tokens_per_s = training.global_batch_size * training.seq_len / result["step_ms"] * 1e3 / world.world_size()
-    flops = tokens_per_s * job.model.spec.flops_per_token(model_section(job.recipe), training.seq_len)
-    peak = peak_flops(torch.cuda.get_device_name(job.device)) if job.device.type == "cuda" else None
+    spec = model_spec(recipe.model.family)
+    flops = tokens_per_s * spec.flops_per_token(model_section(recipe), training.seq_len)
+    peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     result |= {"tokens_per_s": tokens_per_s, "tflops": flops / 1e12, "mfu": flops / peak if peak else None}
 
 
@@ -265,22 +269,29 @@ def show(results: dict[str, dict[str, Any]], title: str) -> None:
     Console(width=100).print(table)
 
 
+def measure_ours(options: argparse.Namespace, recipe: Recipe, device: torch.device) -> dict[str, Any]:
+    """The recipe through the real loop."""
+    job = build_job(recipe, device)
+    with closing(open_training(recipe, job.mesh, device)) as stream:
+        result = measure(job, stream, options.warmup, options.steps)
+        if options.kernels:
+            result |= measure_kernels(job, stream, 3, options.kernels)
+    return result
+
+
 def run(options: argparse.Namespace, recipe: Recipe) -> dict[str, dict[str, Any]]:
     """Measure what was asked for, one after another on this device."""
     device = world.pick_device(recipe.run.device)
     results = {}
     with world.process_group(device):
-        job = build_job(recipe, device)
-        with closing(open_training(recipe, job.mesh, device)) as stream:
-            results["meshtron"] = measure(job, stream, options.warmup, options.steps)
-            add_rates(results["meshtron"], job)
-            if options.kernels:
-                results["meshtron"] |= measure_kernels(job, stream, 3, options.kernels)
+        results["meshtron"] = measure_ours(options, recipe, device)
         if options.against == "plain":
-            job.model.stages.clear()
-            with closing(open_training(recipe, job.mesh, device)) as stream:
+            gc.collect()  # hooks and parameters hold one another; their memory is wanted now
+            mesh = build_mesh(layout_of(recipe), device.type)
+            with closing(open_training(recipe, mesh, device)) as stream:
                 results["plain torch"] = measure_plain(recipe, stream, device, options.warmup, options.steps)
-            add_rates(results["plain torch"], job)
+        for result in results.values():
+            add_rates(result, recipe, device)
     return results
 
 
