@@ -32,7 +32,7 @@ def test_ranks_on_one_gpu_follow_a_single_process_on_the_cpu(tmp_path, layout, z
         )
     )
     world = torch.tensor([int(part) for part in layout.split("x")]).prod().item()
-    run_ranks(train_on_the_first_gpu, world, tmp_path / "shared", layout, zero, timeout_s=60)
+    run_ranks(train_on_the_first_gpu, world, tmp_path / "shared", layout, zero, timeout_s=40)
     found, expected = (
         torch.tensor([(line["loss"], line["grad_norm"]) for line in logged(tmp_path / name)])
         for name in ("shared", "alone")
