@@ -19,7 +19,7 @@ import platform
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import date
 from pathlib import Path
@@ -203,7 +203,7 @@ def measure_plain(recipe: Recipe, stream: Any, device: torch.device, warmup: int
     model: nn.Module = Llama(config_of(model_section(recipe))).to(device)
     init_weights([model], seed=recipe.run.seed)
     if training.compile:
-        compile_layers(model.layers, whole=True)  # type: ignore[arg-type]
+        compile_layers(model.layers)  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
     )
@@ -258,7 +258,7 @@ def show(results: dict[str, dict[str, Any]], title: str) -> None:
             [
                 f"{result['tokens_per_s']:,.0f}",
                 mfu,
-                f"{result['tflops']:,.1f}",
+                f"{result['tflops']:,.4g}",
                 f"{result['memory_gib']:.1f}",
                 f"{result['step_ms']:.1f}",
                 *(f"{phases[phase]:.1f}" if phase in phases else "" for phase in PHASES),
@@ -279,20 +279,20 @@ def measure_ours(options: argparse.Namespace, recipe: Recipe, device: torch.devi
     return result
 
 
-def run(options: argparse.Namespace, recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """Measure what was asked for, one after another on this device."""
+def run(options: argparse.Namespace, recipe: Recipe) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Measure what was asked for, one after another on this device; each result as soon as it is there."""
     device = world.pick_device(recipe.run.device)
-    results = {}
     with world.process_group(device):
-        results["meshtron"] = measure_ours(options, recipe, device)
+        ours = measure_ours(options, recipe, device)
+        add_rates(ours, recipe, device)
+        yield "meshtron", ours
         if options.against == "plain":
             gc.collect()  # hooks and parameters hold one another; their memory is wanted now
             mesh = build_mesh(layout_of(recipe), device.type)
             with closing(open_training(recipe, mesh, device)) as stream:
-                results["plain torch"] = measure_plain(recipe, stream, device, options.warmup, options.steps)
-        for result in results.values():
-            add_rates(result, recipe, device)
-    return results
+                plain = measure_plain(recipe, stream, device, options.warmup, options.steps)
+            add_rates(plain, recipe, device)
+            yield "plain torch", plain
 
 
 def main() -> None:
@@ -311,19 +311,22 @@ def main() -> None:
         if options.random_data:
             samples = recipe.training.global_batch_size * (2 * options.steps + options.warmup + 4)
             recipe = random_data(recipe, Path(folder) / "data", samples)
-        results = run(options, recipe)
+        cuda = torch.cuda.is_available()
+        where = torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine()
+        title = f"{recipe.run.name}, {where}, torch {torch.__version__}, {date.today()}"
+        results: dict[str, dict[str, Any]] = {}
+        for name, result in run(options, recipe):
+            results[name] = result
+            if options.json and world.rank() == 0:
+                content = {"title": title, "recipe": recipe.model_dump(mode="json"), **results}
+                options.json.write_text(json.dumps(content))
     if world.rank() != 0:
         return
-    cuda = torch.cuda.is_available()
-    where = torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine()
-    title = f"{recipe.run.name}, {where}, torch {torch.__version__}, {date.today()}"
     show(results, title)
     for kind, ms in results["meshtron"].get("kinds_ms", {}).items():
         print(f"{ms:9.3f} ms a step  {kind}")
     for name, ms, count in results["meshtron"].get("kernels_ms", []):
         print(f"{ms:9.3f} ms {count:7.1f} x  {name}")
-    if options.json:
-        options.json.write_text(json.dumps({"title": title, "recipe": recipe.model_dump(mode="json"), **results}))
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ class FusedAdamW(torch.optim.AdamW):
             )
 
 
-def accumulate(total: Tensor, added: Tensor) -> None:
+def add_into(total: Tensor, added: Tensor) -> None:
     """``total += added``, of the same two-dimensional shape; ``added`` may be of lower precision."""
     narrow = added.dtype in (torch.bfloat16, torch.float16) and total.dtype == torch.float32
     if total.is_cuda and narrow and added.is_contiguous() and total.stride(1) == 1:

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshtron.errors import LayoutError
 from meshtron.hostcopy import HostCopy
-from meshtron.kernels.adamw import FusedAdamW, accumulate, sum_of_squares
+from meshtron.kernels.adamw import FusedAdamW, add_into, sum_of_squares
 from meshtron.parallel.placement import contiguous_stride, local_part, shard_range
 
 _BUCKET_BYTES = 64 << 20
@@ -321,7 +321,7 @@ class ZeroOptimizer:
             for view, span in piece.parts(bucket.accumulator):
                 added = rows[span].view(view.shape)
                 # The first gradient of a step overwrites what the last step left.
-                view.copy_(added) if piece.seen == 0 else accumulate(view, added)
+                view.copy_(added) if piece.seen == 0 else add_into(view, added)
         self._count(piece, bucket)
 
     def _check_open(self, piece: _Piece, bucket: _Bucket) -> None:
@@ -630,7 +630,7 @@ class ZeroOptimizer:
         )
 
 
-def _call_if_alive(method: WeakMethod[Callable[[Tensor], None]], parameter: Tensor) -> None:
+def _call_if_alive(method: WeakMethod[Any], parameter: Tensor) -> None:
     if (alive := method()) is not None:
         alive(parameter)
 

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from meshtron.head_loss import linear_cross_entropy
 from meshtron.kernels import reference
-from meshtron.kernels.adamw import FusedAdamW, accumulate, sum_of_squares
+from meshtron.kernels.adamw import FusedAdamW, add_into, sum_of_squares
 from meshtron.models.attention import attention_backend, causal_attention
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -108,7 +108,7 @@ def test_gradients_are_added_to_wider_rows_as_torch_does():
     buffer = torch.randn(3, 5000, device="cuda")
     total, added = buffer[:, 100:4133], torch.randn(3, 4033, device="cuda").bfloat16()
     before, expected = buffer.clone(), total + added
-    accumulate(total, added)
+    add_into(total, added)
     assert torch.equal(total, expected)
     assert torch.equal(buffer[:, :100], before[:, :100])
     assert torch.equal(buffer[:, 4133:], before[:, 4133:])
