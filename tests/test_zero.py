@@ -129,9 +129,10 @@ def test_torch_checkpointing_reshards_the_state(layouts, tmp_path):
 def one_gradient_too_many() -> None:
     mesh = build_mesh(Layout(), "cpu")
     model = nn.Linear(2, 2)
-    ZeroOptimizer([model], mesh, num_microbatches=1, lr=0.1)
+    optimizer = ZeroOptimizer([model], mesh, num_microbatches=1, lr=0.1)
     for _ in range(2):
         model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
 
 
 def test_more_backwards_than_announced_is_an_error():
