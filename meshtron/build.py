@@ -5,7 +5,7 @@ import inspect
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,12 @@ from meshtron.kernels.adamw import FusedAdamW
 from meshtron.layers import compile_layers, convert_to_float8, parts_of, recompute_layers
 from meshtron.loss import CausalLMLoss
 from meshtron.mesh import Layout, build_mesh
-from meshtron.models import ModelSpec, model_spec
+from meshtron.models import FAMILIES, ModelSpec, model_spec
+from meshtron.models.spec import init_std_of, lr_scale_of, uneven_of
 from meshtron.optim import GroupRule, LearningRate, RateStage, check_rules, describe_groups, parameter_options
-from meshtron.parallel.pipeline import Boundary, PipelineRunner, split_stages
-from meshtron.parallel.placement import shard_range
+from meshtron.parallel.pipeline import PipelineRunner, pipeline_schedule
+from meshtron.parallel.stages import Stages, split_stages
 from meshtron.parallel.tensor import apply_tensor_parallel, check_plan
-from meshtron.parallel.tied import find_ties, retie
 from meshtron.parallel.zero import ZeroOptimizer
 from meshtron.recipe import Recipe
 
@@ -39,11 +39,17 @@ class Model:
     """This rank's part of a model, sharded and in its final memory."""
 
     spec: ModelSpec
-    stages: list[nn.Module]
-    ties: dict[str, str]
-    """Later name -> first name of shared parameters."""
-    shapes: dict[str, torch.Size]
-    """Global shape of every parameter of the whole model, by name."""
+    stages: Stages
+
+    @property
+    def ties(self) -> dict[str, str]:
+        """Later name -> first name of shared parameters."""
+        return self.stages.ties
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Global shape of every parameter of the whole model, by name."""
+        return self.stages.shapes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +60,8 @@ class Job:
     mesh: DeviceMesh
     device: torch.device
     model: Model
-    loss_fn: CausalLMLoss | HeadLoss
+    loss_fn: Any
+    """``(output, labels) -> scalar``; its ``denominator`` is set before each step (``ModelSpec``)."""
     optimizer: ZeroOptimizer
     learning_rate: LearningRate
     runner: PipelineRunner
@@ -75,12 +82,11 @@ def build_job(recipe: Recipe, device: torch.device) -> Job:
 
     mesh = build_mesh(layout_of(recipe), "cuda" if device.type == "cuda" else "cpu")
     model = build_model(recipe, mesh, device)
-    retie(model.stages, model.ties)
     prepare_layers(recipe, model)
 
     rules = [GroupRule(**group.model_dump()) for group in optim.groups]
     check_rules(rules, model.shapes)
-    options = parameter_options(rules, lr_scale_of(recipe, model.spec))
+    options = parameter_options(rules, lr_scale_of(model.spec, model_section(recipe)))
     for line in describe_groups(options, model.shapes, optim.weight_decay):
         log.info("optimizer group: %s", line)
     optimizer = ZeroOptimizer(
@@ -95,7 +101,6 @@ def build_job(recipe: Recipe, device: torch.device) -> Job:
         num_microbatches=recipe.num_microbatches,
         shard=recipe.parallel.zero == 1,
         grad_dtype=dtype_of(training.grad_accum_dtype),
-        ties=model.ties,
         lr=optim.lr,
         betas=optim.betas,
         eps=optim.eps,
@@ -106,16 +111,12 @@ def build_job(recipe: Recipe, device: torch.device) -> Job:
         load_folder(Path(recipe.model.from_hf), optimizer.masters(), model.shapes, model.ties)
         optimizer.publish()
     loss_fn = build_loss(recipe, mesh, model, optimizer)
-    boundary, output = pipeline_shapes(recipe, mesh, loss_fn, recipe.data_stages[0].seq_len)
-    runner = PipelineRunner(
+    runner = pipeline_schedule(
         model.stages,
         mesh["pp"],
         recipe.parallel.schedule,
         num_microbatches=recipe.num_microbatches,
         loss_fn=loss_fn,
-        boundary=boundary,
-        output=output,
-        after_weight_pass=optimizer.collect,
     )
     return Job(
         recipe=recipe,
@@ -134,8 +135,8 @@ def build_model(recipe: Recipe, mesh: DeviceMesh, device: torch.device) -> Model
     model = place_model(recipe, mesh, device)
     if recipe.model.from_hf:
         return model
-    std = model.spec.init_std(model_section(recipe))
-    init_weights(model.stages, seed=recipe.run.seed, std=std, ties=model.ties)
+    std = init_std_of(model.spec, model_section(recipe))
+    init_weights(model.stages, seed=recipe.run.seed, std=std)
     return model
 
 
@@ -146,21 +147,23 @@ def place_model(recipe: Recipe, mesh: DeviceMesh, device: torch.device) -> Model
     plan = spec.plan(section, parallel.sequence_parallel)
     with torch.device("meta"):
         whole = spec.build(section)
-    check_plan(whole, plan, parallel.tp, uneven=spec.uneven)
+    check_plan(whole, plan, parallel.tp, uneven=uneven_of(spec), rehearsal=recipe.model.family not in FAMILIES)
     if recipe.data.document_mask:
         check_takes_documents(whole)
-    ties = find_ties(whole)
-    shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}  # before ties are pulled apart
     stages = split_stages(
-        whole, mesh["pp"], spec.stages, schedule=parallel.schedule, stages_per_rank=parallel.stages_per_rank
+        whole,
+        mesh["pp"],
+        **spec.stages.parts,
+        schedule=parallel.schedule,
+        stages_per_rank=parallel.stages_per_rank,
     )
     for stage in stages:
         if recipe.training.float8 != "off":
             convert_to_float8(stage, recipe.training.float8)
         apply_tensor_parallel(stage, mesh["tp"], plan)
         stage.sequence_shards = sequence_shards(recipe)  # type: ignore[assignment]
-    materialize(stages, device, dtype_of(recipe.training.param_dtype), ties)
-    return Model(spec=spec, stages=stages, ties=ties, shapes=shapes)
+    materialize(stages, device, dtype_of(recipe.training.param_dtype))
+    return Model(spec=spec, stages=stages)
 
 
 def check_takes_documents(model: nn.Module) -> None:
@@ -170,12 +173,6 @@ def check_takes_documents(model: nn.Module) -> None:
             f"data.document_mask: the forward of {type(model).__name__} takes no document_ids (batch, sequence): "
             "add it, or set data.document_mask = false"
         )
-
-
-def lr_scale_of(recipe: Recipe, spec: ModelSpec) -> Callable[[str], float]:
-    """The model's own factor on the learning rate by parameter name; 1 for a family that has none."""
-    scale = getattr(spec, "lr_scale", None)
-    return scale(model_section(recipe)) if scale else lambda name: 1.0
 
 
 def prepare_layers(recipe: Recipe, model: Model) -> None:
@@ -191,8 +188,11 @@ def prepare_layers(recipe: Recipe, model: Model) -> None:
             compile_layers(compiled)
 
 
-def build_loss(recipe: Recipe, mesh: DeviceMesh, model: Model, optimizer: ZeroOptimizer) -> CausalLMLoss | HeadLoss:
-    """The loss of the last stage, with the model's head folded in where the model offers it."""
+def build_loss(recipe: Recipe, mesh: DeviceMesh, model: Model, optimizer: ZeroOptimizer) -> Any:
+    """The loss of the last stage: the family's own, or with the model's head folded in where the model offers it."""
+    own = getattr(model.spec, "loss", None)
+    if own is not None:
+        return own(model_section(recipe), mesh["tp"])
     last = model.stages[-1]
     name = model.spec.stages.head
     head = getattr(last, name) if name else None
@@ -264,33 +264,3 @@ def dtype_of(name: str) -> torch.dtype:
 def sequence_shards(recipe: Recipe) -> int:
     """Ranks that share a sequence between sharded regions."""
     return recipe.parallel.tp if recipe.parallel.sequence_parallel else 1
-
-
-def boundary_of(recipe: Recipe, batch: int, sequence: int) -> Boundary:
-    """What crosses between pipeline stages for a micro-batch of ``batch`` sequences."""
-    hidden = (batch, sequence // sequence_shards(recipe), recipe.model.hidden_size)
-    return Boundary(
-        inputs=torch.empty(batch, sequence, dtype=torch.int64, device="meta"),
-        hidden=torch.empty(hidden, dtype=dtype_of(recipe.training.param_dtype), device="meta"),
-    )
-
-
-def pipeline_shapes(
-    recipe: Recipe, mesh: DeviceMesh, loss_fn: CausalLMLoss | HeadLoss, sequence: int
-) -> tuple[Boundary, torch.Tensor]:
-    """What crosses between stages for micro-batches of sequences of ``sequence`` tokens, and what the last gives."""
-    boundary = boundary_of(recipe, recipe.training.micro_batch_size, sequence)
-    return boundary, boundary.hidden if isinstance(loss_fn, HeadLoss) else logits_like(recipe, mesh, boundary)
-
-
-def fit_sequence(job: Job, sequence: int) -> None:
-    """Shape the pipeline for sequences of ``sequence`` tokens, which differ from one data stage to another."""
-    held = job.runner.boundary
-    if held is None or held.inputs.shape[1] != sequence:
-        job.runner.reshape(*pipeline_shapes(job.recipe, job.mesh, job.loss_fn, sequence))
-
-
-def logits_like(recipe: Recipe, mesh: DeviceMesh, boundary: Boundary) -> torch.Tensor:
-    """Shape and dtype of this rank's shard of a micro-batch's logits."""
-    columns = shard_range(recipe.model.vocab_size, mesh.size(2), mesh.get_local_rank("tp"))
-    return torch.empty(*boundary.inputs.shape, len(columns), dtype=boundary.hidden.dtype, device="meta")

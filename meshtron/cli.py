@@ -73,6 +73,7 @@ def train_main(arguments: Sequence[str] | None = None) -> None:
     if path in ("-h", "--help"):
         print("usage: train.py RECIPE.toml [section.key=value ...]\n\n`meshtron schema` lists the keys.")
         return
+    sys.path.insert(0, os.getcwd())  # where a recipe's own model family is looked for
     with reported_errors():
         set_up_logging()
         recipe = load_recipe(path, overrides)
@@ -147,7 +148,7 @@ def parity(
     ] = None,
 ) -> None:
     """Train a few steps at several layouts and compare losses, norms, every gradient and every weight."""
-    from meshtron.parity import compare_recipe, parse_variants, print_report
+    from meshtron.comparison import compare_recipe, parse_variants, print_report
 
     loaded = _load(recipe, overrides)
     variants = parse_variants(layouts, schedules or loaded.parallel.schedule)

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from meshtron.build import model_section
-from meshtron.models import model_spec
-from meshtron.parallel.pipeline import split_stages
+from meshtron.models import FAMILIES, model_spec
+from meshtron.models.spec import flops_of, uneven_of
+from meshtron.parallel.stages import split_stages
+from meshtron.parallel.styles import sharded_dim
 from meshtron.parallel.tensor import Plan, check_plan, matching_modules
 from meshtron.recipe import Recipe
 
@@ -64,7 +65,7 @@ def estimate(recipe: Recipe) -> Estimate:
     plan = spec.plan(section, parallel.sequence_parallel)
     with torch.device("meta"):
         model = spec.build(section)
-    check_plan(model, plan, parallel.tp, uneven=spec.uneven)
+    check_plan(model, plan, parallel.tp, uneven=uneven_of(spec), rehearsal=recipe.model.family not in FAMILIES)
 
     shards = _shards(model, plan, parallel.tp)
     counts = []
@@ -72,7 +73,7 @@ def estimate(recipe: Recipe) -> Estimate:
         stages = split_stages(
             model,
             _PipelineRank(rank, parallel.pp),  # type: ignore[arg-type]
-            spec.stages,
+            **spec.stages.parts,
             schedule=parallel.schedule,
             stages_per_rank=parallel.stages_per_rank,
         )
@@ -88,7 +89,7 @@ def estimate(recipe: Recipe) -> Estimate:
         parameter_bytes=most * _BYTES[training.param_dtype],
         gradient_bytes=most * _BYTES[training.grad_accum_dtype],
         state_bytes=most * state // (parallel.dp if parallel.zero else 1),
-        flops_per_token=spec.flops_per_token(section, training.seq_len),
+        flops_per_token=flops_of(spec, section, training.seq_len),
     )
 
 
@@ -104,10 +105,8 @@ def _shards(model: nn.Module, plan: Plan, tp: int) -> dict[int, int]:
     """By parameter, into how many shards tp cuts it; those that are not cut are left out."""
     shards = {}
     for pattern, style in plan.items():
-        if not isinstance(style, ColwiseParallel | RowwiseParallel):
-            continue
         for _, module in matching_modules(model, pattern):
             for name, parameter in module.named_parameters(recurse=False):
-                if name == "weight" or isinstance(style, ColwiseParallel):
+                if sharded_dim(style, module, name) is not None:
                     shards[id(parameter)] = tp
     return shards

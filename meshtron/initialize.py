@@ -7,45 +7,65 @@ shard touches, so no rank ever holds a whole large parameter.
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshtron.errors import MeshtronError
+from meshtron.parallel.names import global_name, named_parameters
 from meshtron.parallel.placement import contiguous_stride, local_part, slices_of
+from meshtron.parallel.stages import Stages, as_stages
 from meshtron.parallel.tied import retie
 
 _BLOCK_ELEMENTS = 1 << 20  # 4 MiB of float32 at a time
 
 
 def materialize(
-    stages: list[nn.Module],
-    device: torch.device | str,
-    dtype: torch.dtype,
-    ties: Mapping[str, str] | None = None,
+    stages: Stages | nn.Module | Iterable[nn.Module],
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Give meta parameters memory on ``device`` in ``dtype``; DTensors keep mesh and placements, ties are kept.
 
     Args:
         stages: modules whose parameters are replaced. Values are undefined until ``init_weights`` or a load.
-        device: where the memory is taken.
-        dtype: of floating-point parameters and buffers.
-        ties: later name -> first name for parameters that two stages of this rank share.
+        device: where the memory is taken; by default the device type of the mesh that the stages or their
+            parameters are on, and "cpu" where there is none.
+        dtype: of floating-point parameters; by default each parameter's own.
+
+    Raises:
+        MeshtronError: a buffer is on the meta device: its values were computed when the model was built, and nobody
+            knows them now.
     """
+    stages = as_stages(stages)
+    device = device or _device_of(stages)
     replaced: dict[int, nn.Parameter] = {}
     for stage in stages:
-        for module in stage.modules():
+        for path, module in stage.named_modules():
             for name, parameter in module._parameters.items():
                 if parameter is None:
                     continue
                 if id(parameter) not in replaced:
-                    replaced[id(parameter)] = _empty_like(parameter, device, dtype)
+                    replaced[id(parameter)] = _empty_like(parameter, device, dtype or parameter.dtype)
                 module._parameters[name] = replaced[id(parameter)]
             for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    raise MeshtronError(
+                        f"buffer {global_name(f'{path}.{name}')!r} of {type(module).__name__} is on the meta device, "
+                        "so its values are lost: build that module outside torch.device('meta') and put it into the "
+                        "model before init_weights"
+                    )
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
-    retie(stages, ties or {})
+    retie(stages, stages.ties)
+
+
+def _device_of(stages: Stages) -> str:
+    placed = (p.device_mesh.device_type for _, p in named_parameters(stages) if isinstance(p, DTensor))
+    device = stages.device_type or next(placed, "cpu")
+    return f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device
 
 
 def _empty_like(parameter: nn.Parameter, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
@@ -65,29 +85,39 @@ def _empty_like(parameter: nn.Parameter, device: torch.device | str, dtype: torc
 
 @torch.no_grad()
 def init_weights(
-    stages: list[nn.Module],
+    stages: Stages | nn.Module | Iterable[nn.Module],
     *,
-    seed: int,
+    seed: int = 0,
     std: float | Callable[[str], float] = 0.02,
-    ties: Mapping[str, str] | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Fill every parameter in place: matrices normal, one-dimensional weights ones, biases zeros.
 
+    Parameters on the meta device are given memory first (``materialize``). A tied parameter is drawn under its first
+    name wherever it is.
+
     Args:
-        stages: this rank's part of the model, with parameters that have memory.
+        stages: this rank's part of the model: from ``split_stages``, a list of modules, or one module.
         seed: of the run.
         std: standard deviation of a matrix, or a function of its name.
-        ties: later name -> first name; a tied parameter is drawn under its first name on every rank.
+        device: for meta parameters; by default that of the mesh.
+        dtype: for meta parameters; by default each parameter's own.
+
+    Raises:
+        MeshtronError: a buffer is on the meta device.
     """
-    for stage in stages:
-        for name, parameter in stage.named_parameters():
-            name = (ties or {}).get(name, name)
-            local = local_part(parameter)
-            if parameter.dim() < 2:
-                local.fill_(0.0 if name.rpartition(".")[2] == "bias" else 1.0)
-            else:
-                scale = std if isinstance(std, int | float) else std(name)
-                _fill_normal(local, parameter.shape, slices_of(parameter), scale, seed, name)
+    stages = as_stages(stages)
+    if any(parameter.is_meta for _, parameter in named_parameters(stages)):
+        materialize(stages, device, dtype)
+    for name, parameter in named_parameters(stages):
+        name = stages.ties.get(name, name)
+        local = local_part(parameter)
+        if parameter.dim() < 2:
+            local.fill_(0.0 if name.rpartition(".")[2] == "bias" else 1.0)
+        else:
+            scale = std if isinstance(std, int | float) else std(name)
+            _fill_normal(local, parameter.shape, slices_of(parameter), scale, seed, name)
 
 
 def _fill_normal(local: Tensor, shape: torch.Size, held: tuple[slice, ...], std: float, seed: int, name: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from meshtron import world
-from meshtron.build import Job, boundary_of, build_job, fit_sequence, model_section, norm_type_of
+from meshtron.build import Job, build_job, model_section, norm_type_of
 from meshtron.checkpoint import Checkpointer
 from meshtron.data import Batch, TrainStream, ValidationSet
 from meshtron.errors import MeshtronError
@@ -21,7 +21,9 @@ from meshtron.hf.recipe import fill_from_hf
 from meshtron.hostcopy import HostCopy
 from meshtron.loss import IGNORE
 from meshtron.metrics import MetricsWriter, StepMetrics, memory_gib, peak_flops
+from meshtron.models.spec import flops_of
 from meshtron.optim import set_learning_rate
+from meshtron.parallel.pipeline import total_loss
 from meshtron.recipe import Recipe, dump_recipe
 from meshtron.resume import Progress, resume, save, seed_rng
 from meshtron.stopping import StopRequests
@@ -192,7 +194,7 @@ def measure(job: Job, outcome: Outcome, progress: Progress, stopwatch: Stopwatch
     return StepMetrics.measured(
         step_tokens=job.recipe.training.global_batch_size * outcome.seq_len,
         num_devices=world.world_size(),
-        flops_per_token=job.model.spec.flops_per_token(model_section(job.recipe), outcome.seq_len),
+        flops_per_token=flops_of(job.model.spec, model_section(job.recipe), outcome.seq_len),
         peak=peak_flops(torch.cuda.get_device_name(job.device)) if job.device.type == "cuda" else None,
         step=progress.step,
         tokens=progress.tokens,
@@ -208,10 +210,14 @@ def measure(job: Job, outcome: Outcome, progress: Progress, stopwatch: Stopwatch
 
 def forward_backward(job: Job, batch: Batch) -> Tensor:
     """Forward and backward of a global batch; returns its mean token loss, the same on every rank."""
+    return total_loss(local_loss(job, batch), job.mesh)
+
+
+def local_loss(job: Job, batch: Batch) -> Tensor:
+    """Forward and backward of a global batch; returns this rank's share of its mean token loss."""
     batch = batch.to(job.device)
-    fit_sequence(job, batch.tokens.shape[1])
     job.loss_fn.denominator = valid_tokens(job, batch.labels).clamp(min=1)
-    return total_over_ranks(job, job.runner.step(batch.tokens, batch.labels, **document_tensors(batch)))
+    return job.runner.step(batch.tokens, batch.labels, **document_tensors(batch))
 
 
 def document_tensors(batch: Batch) -> dict[str, Tensor]:
@@ -227,17 +233,16 @@ def validate(job: Job, held_out: ValidationSet) -> float:
     count = torch.zeros((), dtype=torch.int64, device=job.device)
     job.loss_fn.denominator = torch.ones((), device=job.device)
     micro_batch = job.recipe.training.micro_batch_size
-    hidden = boundary_of(job.recipe, micro_batch, held_out.seq_len).hidden
     for start in held_out.starts():
         batch = held_out.batch(start).to(job.device)
         count += valid_tokens(job, batch.labels)
         for start in range(0, len(batch.tokens), micro_batch):
             rows = slice(start, start + micro_batch)
             documents = {key: tensor[rows] for key, tensor in document_tensors(batch).items()}
-            logits = job.runner.forward(batch.tokens[rows], hidden, **documents)
+            logits = job.runner.forward(batch.tokens[rows], **documents)
             if logits is not None:
                 loss_sum += job.loss_fn(logits, batch.labels[rows])
-    return (total_over_ranks(job, loss_sum) / count.clamp(min=1)).item()
+    return (total_loss(loss_sum, job.mesh) / count.clamp(min=1)).item()
 
 
 def valid_tokens(job: Job, labels: Tensor) -> Tensor:
@@ -246,14 +251,6 @@ def valid_tokens(job: Job, labels: Tensor) -> Tensor:
     if job.mesh["dp"].size() > 1:
         dist.all_reduce(valid, group=job.mesh.get_group("dp"))
     return valid
-
-
-def total_over_ranks(job: Job, loss: Tensor) -> Tensor:
-    """Sum of the dp ranks' shares of a loss; only last stages have one, and tp ranks all have the same."""
-    total = loss.double() / job.mesh["tp"].size()
-    if dist.get_world_size() > 1:
-        dist.all_reduce(total)
-    return total
 
 
 def open_metrics(job: Job, progress: Progress) -> "MetricsWriter | nullcontext[None]":

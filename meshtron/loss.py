@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from meshtron.errors import LayoutError
 from meshtron.parallel.placement import shard_range
 
 IGNORE = -100
@@ -21,30 +23,49 @@ IGNORE = -100
 class CausalLMLoss:
     """Sum of token losses over ``denominator``, for logits that may be sharded over the vocabulary.
 
-    The loop sets ``denominator``, a scalar tensor, to the global batch's number of valid tokens before each step.
+    ``denominator`` is an attribute: meshtron's loop sets it to the global batch's number of valid tokens before each
+    step, so that the loss is the mean over them.
 
     Args:
         vocab_size: size of the whole vocabulary.
-        tp_mesh: one-dimensional mesh over which the last dim of the logits is sharded, or None.
+        tp_mesh: one-dimensional mesh over which the last dim of the logits is sharded, or None. Logits that are whole
+            all the same are taken as they are.
+        denominator: number by which sums are divided, or a scalar tensor.
     """
 
-    def __init__(self, vocab_size: int, tp_mesh: DeviceMesh | None = None) -> None:
+    def __init__(
+        self, vocab_size: int, tp_mesh: DeviceMesh | None = None, *, denominator: float | Tensor = 1.0
+    ) -> None:
         sharded = tp_mesh is not None and tp_mesh.size() > 1
+        self.vocab_size = vocab_size
         self.group = tp_mesh.get_group() if tp_mesh is not None and sharded else None
         parts, index = (tp_mesh.size(), tp_mesh.get_local_rank()) if tp_mesh is not None else (1, 0)
-        self.vocab_start = shard_range(vocab_size, parts, index).start
-        self.denominator = torch.tensor(1.0)
+        columns = shard_range(vocab_size, parts, index)
+        self.vocab_start, self._num_columns = columns.start, len(columns)
+        self.denominator = torch.as_tensor(denominator)
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Loss of one micro-batch.
 
         Args:
-            logits: (batch, sequence, vocabulary or this rank's shard of it).
+            logits: (batch, sequence, vocabulary or this rank's shard of it), a DTensor or what is local of it.
             labels: (batch, sequence), ``IGNORE`` where there is no loss.
 
         Returns:
             Scalar: sum of token losses / ``denominator``, the same on every rank of the tp mesh.
+
+        Raises:
+            LayoutError: the last dim of the logits is neither the vocabulary nor this rank's shard of it.
         """
+        if isinstance(logits, DTensor):
+            logits = logits.to_local()
+        if logits.shape[-1] == self.vocab_size:  # whole on every tp rank
+            return cross_entropy_sum(logits, labels) / self.denominator
+        if logits.shape[-1] != self._num_columns:
+            raise LayoutError(
+                f"logits of shape {tuple(logits.shape)}: expected {self.vocab_size} columns, or this tp rank's "
+                f"{self._num_columns}; mend the vocabulary size given to the loss, or the output_layouts of the head"
+            )
         total = cross_entropy_sum(logits, labels, group=self.group, vocab_start=self.vocab_start)
         return total / self.denominator
 

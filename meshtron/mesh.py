@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from meshtron import world
 from meshtron.errors import LayoutError
 
 AXES = ("pp", "dp", "tp")
@@ -67,7 +68,9 @@ class Layout:
 
 
 def build_mesh(layout: Layout, device_type: str | None = None) -> DeviceMesh:
-    """Build the DeviceMesh with axes ``("pp", "dp", "tp")``; the process group must exist.
+    """Build the DeviceMesh with axes ``("pp", "dp", "tp")``, over the default process group.
+
+    Where there is no process group yet it is made: of torchrun's ranks, or of this process alone.
 
     Args:
         layout: the size of each axis.
@@ -76,6 +79,10 @@ def build_mesh(layout: Layout, device_type: str | None = None) -> DeviceMesh:
     Raises:
         LayoutError: the layout does not use every rank of the world exactly once.
     """
-    layout.check_world(torch.distributed.get_world_size())
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    if torch.distributed.is_initialized():
+        layout.check_world(torch.distributed.get_world_size())
+    else:
+        layout.check_world(world.world_size())
+        world.start_process_group(world.pick_device(device_type))
     return init_device_mesh(device_type, (layout.pp, layout.dp, layout.tp), mesh_dim_names=AXES)

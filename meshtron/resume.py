@@ -16,6 +16,7 @@ from meshtron.changes import changed_keys, check_same_model, log_changes
 from meshtron.checkpoint import Checkpointer, find_step, load, read_manifest, read_rank_state, step_folder
 from meshtron.errors import CheckpointError
 from meshtron.recipe import dump_recipe
+from meshtron.seeds import seed_ranks
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ def weights_of(job: Job) -> dict[str, Tensor]:
 
 def tensors_of(job: Job) -> dict[str, Tensor]:
     """Everything of a run that is saved as tensors."""
-    state = {OPTIMIZER + name: tensor for name, tensor in job.optimizer.state_dict().items()}
+    state = {OPTIMIZER + name: tensor for name, tensor in job.optimizer.moments().items()}
     return weights_of(job) | state
 
 
@@ -176,8 +177,4 @@ def _restore_rng(folder: Path, meta: dict[str, Any], job: Job) -> None:
 
 def seed_rng(job: Job, step: int) -> None:
     """Seed this rank's generators from (seed, step, pp rank, dp rank): tp ranks share what they replicate."""
-    key = (job.recipe.run.seed, step, job.mesh.get_local_rank("pp"), job.mesh.get_local_rank("dp"))
-    seed = abs(hash(key)) % 2**63
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+    seed_ranks(job.mesh, job.recipe.run.seed, step)

@@ -11,6 +11,10 @@ from torch import distributed as dist
 from meshtron.errors import LayoutError
 
 _TIMEOUT = timedelta(minutes=10)
+WAIT = timedelta(days=365)
+"""As good as no time limit."""
+DEBUG_RANK = "MESHTRON_DEBUG_RANK"
+"""Environment variable: the rank that somebody wants to look at (``inspect_rank``)."""
 
 
 def world_size() -> int:
@@ -21,6 +25,18 @@ def world_size() -> int:
 def rank() -> int:
     """This process's rank; 0 without torchrun. Known before there is a process group."""
     return int(os.environ.get("RANK", "0"))
+
+
+def debug_rank() -> int | None:
+    """The rank in ``MESHTRON_DEBUG_RANK``, or None.
+
+    Raises:
+        LayoutError: it is not a whole number.
+    """
+    text = os.environ.get(DEBUG_RANK, "")
+    if text and not text.isdigit():
+        raise LayoutError(f"{DEBUG_RANK} = {text!r}: expected the number of a rank")
+    return int(text) if text else None
 
 
 def pick_device(name: str) -> torch.device:
@@ -49,20 +65,31 @@ def pick_device(name: str) -> torch.device:
 @contextmanager
 def process_group(device: torch.device) -> Iterator[None]:
     """The default process group while the body runs: gloo for CPU tensors, NCCL besides for those on GPUs."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     if dist.is_initialized():  # the caller's own, as in tests
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         yield
         return
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    device_id = device if device.type == "cuda" else None
-    if world_size() == 1:
-        dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT, device_id=device_id
-        )
-    else:
-        dist.init_process_group(backend, timeout=_TIMEOUT, device_id=device_id)
+    start_process_group(device)
     try:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def start_process_group(device: torch.device) -> None:
+    """Make the default process group of torchrun's ranks, or of this process alone, and choose its GPU.
+
+    Ranks wait for each other ten minutes at most, or as long as it takes where one of them is to be debugged.
+    """
+    timeout = _TIMEOUT if debug_rank() is None else WAIT
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    device_id = device if device.type == "cuda" else None
+    if world_size() == 1:
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device_id
+        )
+    else:
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)

@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn import functional as F
 
-from meshtron.initialize import init_weights, materialize
+from meshtron.initialize import init_weights
 from meshtron.loss import IGNORE, CausalLMLoss
 from meshtron.mesh import Layout, build_mesh
 from meshtron.models.llama import STAGES, Llama, LlamaConfig, init_std, tensor_parallel_plan
-from meshtron.parallel.pipeline import V_SHAPED, Boundary, PipelineRunner, split_stages
-from meshtron.parallel.placement import shard_range
+from meshtron.parallel.pipeline import pipeline_schedule
+from meshtron.parallel.schedules import V_SHAPED
+from meshtron.parallel.stages import Stages, split_stages
 from meshtron.parallel.tensor import apply_tensor_parallel
-from meshtron.parallel.tied import find_ties
 from meshtron.parallel.zero import ZeroOptimizer
 
 LR, WEIGHT_DECAY, MAX_NORM, SEED = 1e-3, 0.1, 0.5, 3
@@ -93,25 +93,25 @@ def plain_run(case: Case) -> Curve:
     return curve
 
 
-def sharded_stages(case: Case, mesh) -> tuple[list[Llama], dict[str, str]]:
-    """This rank's stages with their initial weights, and the ties of the whole model."""
+def sharded_stages(case: Case, mesh) -> Stages:
+    """This rank's stages with their initial weights."""
     with torch.device("meta"):
         model = Llama(case.config)
-    ties = find_ties(model)
-    stages = split_stages(model, mesh["pp"], STAGES, schedule=case.schedule, stages_per_rank=case.stages_per_rank)
+    stages = split_stages(
+        model, mesh["pp"], **STAGES.parts, schedule=case.schedule, stages_per_rank=case.stages_per_rank
+    )
     for stage in stages:
         apply_tensor_parallel(
             stage, mesh["tp"], tensor_parallel_plan(case.sequence_parallel, qk_norm=case.config.qk_norm)
         )
         stage.sequence_shards = case.layout.tp if case.sequence_parallel else 1
-    materialize(stages, "cpu", case.dtype, ties)
-    init_weights(stages, seed=SEED, std=lambda name: init_std(case.config, name), ties=ties)
-    return stages, ties
+    init_weights(stages, seed=SEED, std=lambda name: init_std(case.config, name), dtype=case.dtype)
+    return stages
 
 
 def sharded_optimizer(case: Case, parts=None) -> ZeroOptimizer:
     mesh = build_mesh(case.layout, "cpu") if parts is None else parts[0]
-    stages, ties = sharded_stages(case, mesh) if parts is None else parts[1:]
+    stages = sharded_stages(case, mesh) if parts is None else parts[1]
     return ZeroOptimizer(
         stages,
         mesh,
@@ -119,7 +119,6 @@ def sharded_optimizer(case: Case, parts=None) -> ZeroOptimizer:
         num_microbatches=case.batch // case.layout.dp // case.micro_batch,
         shard=case.zero == 1,
         grad_dtype=torch.promote_types(case.dtype, torch.float32),
-        ties=ties,
         bucket_bytes=20_000,
         lr=LR,
         betas=(0.9, 0.95),
@@ -129,18 +128,15 @@ def sharded_optimizer(case: Case, parts=None) -> ZeroOptimizer:
 def sharded_run(case: Case) -> Curve:
     """The same run through meshtron's parallel helpers, on the ranks of the current process group."""
     mesh = build_mesh(case.layout, "cpu")
-    stages, ties = sharded_stages(case, mesh)
-    optimizer = sharded_optimizer(case, (mesh, stages, ties))
+    stages = sharded_stages(case, mesh)
+    optimizer = sharded_optimizer(case, (mesh, stages))
     loss_fn = CausalLMLoss(case.config.vocab_size, mesh["tp"])
-    runner = PipelineRunner(
+    runner = pipeline_schedule(
         stages,
         mesh["pp"],
         case.schedule,
         num_microbatches=optimizer.num_microbatches,
         loss_fn=loss_fn,
-        boundary=boundary_of(case),
-        output=logits_like(case, mesh),
-        after_weight_pass=optimizer.collect,
     )
     curve = Curve([], [], {})
     rank, local_batch = mesh.get_local_rank("dp"), case.batch // case.layout.dp
@@ -158,20 +154,6 @@ def sharded_run(case: Case) -> Curve:
             full = getattr(parameter, "full_tensor", lambda parameter=parameter: parameter)()
             curve.weights[name] = full.detach().clone()
     return curve
-
-
-def boundary_of(case: Case) -> Boundary:
-    shards = case.layout.tp if case.sequence_parallel else 1
-    size = case.config.hidden_size
-    return Boundary(
-        inputs=torch.empty(case.micro_batch, case.sequence, dtype=torch.int64, device="meta"),
-        hidden=torch.empty(case.micro_batch, case.sequence // shards, size, dtype=case.dtype, device="meta"),
-    )
-
-
-def logits_like(case: Case, mesh) -> torch.Tensor:
-    columns = len(shard_range(case.config.vocab_size, case.layout.tp, mesh.get_local_rank("tp")))
-    return torch.empty(case.micro_batch, case.sequence, columns, dtype=case.dtype, device="meta")
 
 
 def stages_for(schedule: str) -> int:

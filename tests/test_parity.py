@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from examples.parity_own_model import subject
+from meshtron.comparison import Variant, compare_recipe, launch, parity, parse_variants, print_report, worker
 from meshtron.errors import MeshtronError, RecipeError
-from meshtron.parity import Variant, compare_layouts, compare_recipe, launch, parse_variants, print_report, worker
 from meshtron.recipe import Recipe
 from meshtron.testing import run_ranks
 
@@ -52,7 +53,7 @@ def test_equal_layouts_are_equal_in_both_dtypes(in_pool):
 
 
 def test_a_missing_plan_line_is_named(in_pool, capsys):
-    report = compare_layouts("examples.parity_own_model:wrong_subject", ["1x1x1", "1x1x2"], steps=2, device="cpu")
+    report = parity("examples.parity_own_model:wrong_subject", ["1x1x1", "1x1x2"], steps=2, device="cpu")
     found = report.outcomes[1].divergence
     assert found is not None
     assert (found.what, found.parameter, found.step) == ("gradient", "layers.0.post_attention_layernorm.weight", 1)
@@ -63,7 +64,7 @@ def test_a_missing_plan_line_is_named(in_pool, capsys):
     printed = capsys.readouterr().out
     assert "layers.0.post_attention_layernorm.weight" in printed
     assert "no plan key, whole on every tp rank" in printed
-    assert compare_layouts("examples.parity_own_model:subject", ["1x1x1", "1x1x2"], steps=2, device="cpu").equal
+    assert parity(subject, ["1x1x1", "1x1x2"], steps=2, device="cpu").equal
 
 
 def test_what_does_not_fit_is_said_before_anything_starts(monkeypatch):

@@ -6,8 +6,9 @@ import torch
 from meshtron.errors import LayoutError
 from meshtron.mesh import Layout, build_mesh
 from meshtron.models.llama import STAGES, Llama
-from meshtron.models.spec import StageLayout
-from meshtron.parallel.pipeline import check_schedule, forward_stages, split_layers, split_stages, stage_indices
+from meshtron.parallel.pipeline import forward_stages
+from meshtron.parallel.schedules import check_schedule, stage_indices
+from meshtron.parallel.stages import split_layers, split_stages
 from meshtron.testing import run_ranks
 from tests.layouts import small_config
 
@@ -36,7 +37,7 @@ def names_of_stages(schedule: str, stages_per_rank: int) -> list[list[str]]:
     mesh = build_mesh(Layout(pp=torch.distributed.get_world_size()), "cpu")
     with torch.device("meta"):
         model = Llama(small_config(num_hidden_layers=6))
-    stages = split_stages(model, mesh["pp"], STAGES, schedule=schedule, stages_per_rank=stages_per_rank)
+    stages = split_stages(model, mesh["pp"], **STAGES.parts, schedule=schedule, stages_per_rank=stages_per_rank)
     return [[name for name, _ in stage.named_parameters()] for stage in stages]
 
 
@@ -54,7 +55,7 @@ def forward_only(schedule: str, stages_per_rank: int) -> torch.Tensor | None:
     model = Llama(small_config()).double()
     tokens = torch.arange(32).view(2, 16)
     expected = model(tokens)
-    stages = split_stages(model, mesh["pp"], STAGES, schedule=schedule, stages_per_rank=stages_per_rank)
+    stages = split_stages(model, mesh["pp"], **STAGES.parts, schedule=schedule, stages_per_rank=stages_per_rank)
     hidden = torch.empty(2, 16, 32, dtype=torch.float64, device="meta")
     with torch.no_grad():
         output = forward_stages(stages, mesh["pp"], schedule, tokens, hidden)
@@ -73,7 +74,7 @@ def forgotten_part() -> None:
     mesh = build_mesh(Layout(pp=2), "cpu")
     with torch.device("meta"):
         model = Llama(small_config())
-    split_stages(model, mesh["pp"], StageLayout(layers="layers", first=("embed_tokens",), last=("lm_head",)))
+    split_stages(model, mesh["pp"], layers="layers", first=["embed_tokens"], last=["lm_head"])
 
 
 def test_a_part_that_the_layout_forgets_is_named():

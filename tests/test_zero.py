@@ -83,8 +83,7 @@ def state_bytes(dtype: torch.dtype) -> tuple[int, int]:
     mesh = build_mesh(Layout(dp=torch.distributed.get_world_size()), "cpu")
     model = nn.Sequential(nn.Linear(48, 64), nn.Linear(64, 40, bias=False)).to(dtype)
     optimizer = ZeroOptimizer([model], mesh)
-    state = {"master": 0} | optimizer.masters() | optimizer.state_dict()
-    tensors = [t for name, t in state.items() if isinstance(t, torch.Tensor) and "step." not in name]
+    tensors = [tensor for name, tensor in optimizer.state_dict().items() if not name.startswith("step.")]
     held = sum(local_part(tensor).untyped_storage().nbytes() for tensor in tensors)
     return held, sum(p.numel() for p in model.parameters())
 
@@ -102,7 +101,7 @@ def round_trip(folder: str, layouts: list[Layout]) -> None:
 
     torch.manual_seed(0)
     saved = sharded_optimizer(Case(layout=layouts[0], dtype=torch.float32))
-    state = saved.masters() | saved.state_dict()
+    state = saved.state_dict()
     for name, tensor in state.items():
         values = torch.arange(math.prod(tensor.shape), dtype=torch.float32).view(tensor.shape) + len(name)
         if isinstance(tensor, DTensor):
@@ -113,7 +112,7 @@ def round_trip(folder: str, layouts: list[Layout]) -> None:
             tensor.copy_(values)
     dcp.save(state, checkpoint_id=folder)
     loaded = sharded_optimizer(Case(layout=layouts[1], dtype=torch.float32))
-    state = loaded.masters() | loaded.state_dict()
+    state = loaded.state_dict()
     dcp.load(state, checkpoint_id=folder)
     for name, tensor in state.items():
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

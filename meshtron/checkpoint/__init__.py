@@ -8,6 +8,7 @@ Usable alone, with any model: a checkpoint is a mapping of global names to tenso
     folder = checkpointer.newest_sound()
     meta = load(folder, {"model.weight": weight, ...})                         # filled in place, resharded
 
+``meshtron.save`` and ``meshtron.load`` (stateful.py) do it for modules, optimizers and anything with a state_dict.
 docs/checkpoints.md says what is promised and how each promise is tested.
 """
 

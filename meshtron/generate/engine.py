@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshtron.errors import DataError
 from meshtron.generate.cache import CacheStep, cached
 from meshtron.generate.sampling import Sampling, choose
-from meshtron.parallel.pipeline import forward_stages, stage_indices
+from meshtron.parallel.pipeline import forward_stages
 from meshtron.parallel.placement import shard_range
+from meshtron.parallel.schedules import stage_indices
 
 Finished = Callable[[int, list[int]], bool]
 """``(row, new tokens) -> whether the row ends here``; called on every rank, so it must depend on nothing else."""

@@ -24,7 +24,7 @@ def model_spec(family: str) -> ModelSpec:
     """The spec that ``[model] family`` names: a key of ``FAMILIES``, or ``package.module:Class`` of a user's own.
 
     Raises:
-        RecipeError: the family is unknown, or the class cannot be imported.
+        RecipeError: the family is unknown, or the class cannot be imported or is no ``ModelSpec``.
     """
     if family in FAMILIES:
         return FAMILIES[family]()
@@ -32,6 +32,13 @@ def model_spec(family: str) -> ModelSpec:
     if not name:
         raise RecipeError(f"model.family = {family!r}: expected {', '.join(FAMILIES)} or package.module:Class")
     try:
-        return getattr(importlib.import_module(module), name)()
+        spec = getattr(importlib.import_module(module), name)()
     except (ImportError, AttributeError) as error:
-        raise RecipeError(f"model.family = {family!r} cannot be imported: {error}") from error
+        raise RecipeError(
+            f"model.family = {family!r} cannot be imported: {error}; modules are looked for where python looks, and "
+            "in the current folder"
+        ) from error
+    if not isinstance(spec, ModelSpec):
+        missing = [part for part in ("stages", "build", "plan") if not hasattr(spec, part)]
+        raise RecipeError(f"model.family = {family!r}: {name} has no {', '.join(missing)} (see meshtron.ModelSpec)")
+    return spec

@@ -6,7 +6,7 @@ that make it a Mistral, Qwen2 or Qwen3. Parameter names are those of Hugging Fac
 ``LlamaForCausalLM`` without the leading ``model.``.
 
 Heads are read off the runtime shape of the projections, so the same code runs with all heads or with one tensor
-parallel rank's share of them; absent parts (``None``) are those that another pipeline stage holds.
+parallel rank's share of them.
 """
 
 import math
@@ -183,11 +183,8 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """A whole Llama model, or, with parts removed, one pipeline stage of it."""
+    """A whole Llama model, or, with parts taken out, one pipeline stage of it."""
 
-    embed_tokens: nn.Embedding | None
-    norm: RMSNorm | None
-    lm_head: nn.Linear | None
     head_in_loss: bool = False  # forward stops before lm_head, which the loss applies a chunk of tokens at a time
     sequence_shards: int = 1  # ranks that share a sequence under sequence parallelism; set where it is applied
 
@@ -213,7 +210,7 @@ class Llama(nn.Module):
         """Token ids (batch, sequence), or an earlier stage's hidden states, to logits or hidden states.
 
         Args:
-            x: ids of shape (batch, sequence) where this part holds ``embed_tokens``, else hidden states of shape
+            x: ids of shape (batch, sequence) for a whole model or its first stage, else hidden states of shape
                 (batch, sequence, hidden); under sequence parallelism the rank's part of the sequence.
             positions: position of each token, (sequence,) or (batch, sequence); by default 0 .. sequence - 1.
                 They count the whole sequence, also where ``x`` is a part of it.
@@ -227,20 +224,20 @@ class Llama(nn.Module):
             mask = document_mask(self.attend, document_ids, self.config.sliding_window)
         if positions is None:
             positions = torch.arange(self.sequence_length(x), device=x.device)
-        if self.embed_tokens is not None:
-            x = self.embed_tokens(x)
+        x = self.embed_tokens(x)
         rope = rope_table(positions, self.config.head_dim, self.config.rope_theta, self.config.rope_scaling)
         for layer in self.layers:
             x = layer(x, rope, mask)
-        if self.norm is not None:
-            x = self.norm(x)
-        if self.lm_head is not None and not self.head_in_loss:
-            x = self.lm_head(x if last is None else x[torch.arange(len(x), device=x.device), last][:, None])
-        return x
+        x = self.norm(x)
+        if self.head_in_loss:
+            return x
+        if last is not None and isinstance(self.lm_head, nn.Linear):  # an earlier stage hands on all tokens
+            x = x[torch.arange(len(x), device=x.device), last][:, None]
+        return self.lm_head(x)
 
     def sequence_length(self, x: Tensor) -> int:
         """Length of the whole sequence of which ``x`` is this stage's input."""
-        return x.shape[1] if self.embed_tokens is not None else x.shape[1] * self.sequence_shards
+        return x.shape[1] * self.sequence_shards if x.is_floating_point() else x.shape[1]
 
 
 def init_std(config: LlamaConfig, name: str) -> float:

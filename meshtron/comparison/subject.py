@@ -1,6 +1,6 @@
 """What parity compares: one rank's part of a training run, ready for its first step."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from meshtron.build import Job, build_job, model_section, norm_type_of
 from meshtron.data import Batch, TrainStream
 from meshtron.feed import open_training
-from meshtron.loop import forward_backward
+from meshtron.loop import local_loss
 from meshtron.loss import IGNORE
 from meshtron.optim import set_learning_rate
+from meshtron.parallel.stages import Stages
 from meshtron.parallel.tensor import Plan
 from meshtron.parallel.zero import ZeroOptimizer
 from meshtron.recipe import Recipe
@@ -26,19 +27,16 @@ GRADIENT, WEIGHT = "gradient.", "weight."
 class Subject:
     """A training run on this rank; it must be the same run, with the same global batches, at every layout."""
 
-    stages: list[nn.Module]
+    stages: Stages | Sequence[nn.Module]
     """This rank's part of the model, with its initial weights."""
     optimizer: ZeroOptimizer
     """Built over ``stages``."""
     forward_backward: Callable[[int], Tensor]
-    """Step number, from 0 -> the loss of that step's global batch, a scalar that is equal on all ranks. Gradients
-    are left to the optimizer; a learning rate that changes is set here too."""
-    names: Sequence[str]
-    """Every parameter of the whole model, in forward order."""
+    """Step number, from 0 -> the loss of that step's global batch as ``PipelineRunner.step`` returns it: a scalar,
+    this dp rank's share where the last stage is, zero elsewhere. Gradients are left to the optimizer; a learning rate
+    that changes is set here too."""
     plan: Plan = field(default_factory=dict)
     """The tensor parallel plan, to say where a parameter's sharding comes from."""
-    ties: Mapping[str, str] = field(default_factory=dict)
-    """Later name -> first name of shared parameters."""
     max_norm: float | None = None
     """Clip gradients to this norm; None for no clipping."""
     norm_type: float = 2.0
@@ -60,15 +58,13 @@ def recipe_subject(recipe: Recipe, device: torch.device, resources: ExitStack) -
 
     def step(number: int) -> Tensor:
         set_learning_rate(job.optimizer.param_groups, job.learning_rate.at(number))
-        return forward_backward(job, _batch(job, stream, number))
+        return local_loss(job, _batch(job, stream, number))
 
     return Subject(
         stages=job.model.stages,
         optimizer=job.optimizer,
         forward_backward=step,
-        names=list(job.model.shapes),
         plan=job.model.spec.plan(model_section(recipe), recipe.parallel.sequence_parallel),
-        ties=job.model.ties,
         max_norm=recipe.optimizer.grad_clip or None,
         norm_type=norm_type_of(recipe),
     )

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib
+import importlib.util
 import json
 import sys
 from collections.abc import Mapping
@@ -16,11 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshtron import world
+from meshtron.comparison.subject import GRADIENT, WEIGHT, Subject, recipe_subject
 from meshtron.errors import MeshtronError
 from meshtron.mesh import Layout, build_mesh
+from meshtron.parallel.names import named_parameters
+from meshtron.parallel.pipeline import total_loss
 from meshtron.parallel.placement import local_part, slices_of
+from meshtron.parallel.stages import Stages, as_stages
 from meshtron.parallel.tensor import Plan, matches
-from meshtron.parity.subject import GRADIENT, WEIGHT, Subject, recipe_subject
 from meshtron.recipe import load_recipe
 
 
@@ -58,18 +62,32 @@ def _subject(
     if variant["recipe"]:
         recipe = load_recipe(variant["recipe"]).resolve(world.world_size())
         return recipe_subject(recipe, device, resources)
-    module, _, name = request["subject"].partition(":")
-    build = getattr(importlib.import_module(module), name)
+    module, _, name = request["subject"].rpartition(":")
+    build = getattr(_import(module), name)
     return build(mesh=mesh, schedule=variant["schedule"], dtype=getattr(torch, request["dtype"]))
+
+
+def _import(module: str) -> Any:
+    """A module by name, or by the path of its file."""
+    if not module.endswith(".py"):
+        return importlib.import_module(module)
+    name = Path(module).stem
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, module)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
 
 
 def _measure(subject: Subject, mesh: DeviceMesh, steps: int, out: Path) -> dict[str, Any]:
     """Take the steps; returns what goes into this rank's record."""
-    optimizer = subject.optimizer
+    optimizer, stages = subject.optimizer, as_stages(subject.stages)
     losses, norms = [], []
     writes = mesh.get_local_rank("dp") == 0 and mesh.get_local_rank("tp") == 0
     for step in range(steps):
-        losses.append(float(subject.forward_backward(step)))
+        losses.append(float(total_loss(subject.forward_backward(step), mesh)))
         optimizer.reduce_gradients()
         tensors = _gathered(optimizer.gradients(), GRADIENT)
         norms.append(float(optimizer.clip_grad_norm(subject.max_norm, subject.norm_type)))
@@ -78,11 +96,11 @@ def _measure(subject: Subject, mesh: DeviceMesh, steps: int, out: Path) -> dict[
         if writes:
             save_file(tensors, out / f"step-{step}-rank-{world.rank()}.safetensors")
     return {
-        "names": list(subject.names),
+        "names": _names(stages, mesh),
         "losses": losses,
         "norms": norms,
-        "sharding": _sharding(subject, subject.plan),
-        "hashes": _hashes(subject),
+        "sharding": _sharding(stages, subject.plan),
+        "hashes": _hashes(stages),
     }
 
 
@@ -95,26 +113,31 @@ def _gathered(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return whole
 
 
-def _sharding(subject: Subject, plan: Plan) -> dict[str, dict[str, str]]:
+def _names(stages: Stages, mesh: DeviceMesh) -> list[str]:
+    """Every parameter of the whole model, in forward order."""
+    parts: list[list[str]] = [[] for _ in range(mesh["pp"].size())]
+    torch.distributed.all_gather_object(parts, list(stages.shapes), group=mesh.get_group("pp"))
+    return list(dict.fromkeys(name for part in parts for name in part))
+
+
+def _sharding(stages: Stages, plan: Plan) -> dict[str, dict[str, str]]:
     """For each parameter held here: the plan key of its module, and its placements over tp."""
     sharding = {}
-    for stage in subject.stages:
-        for name, parameter in stage.named_parameters():
-            module = name.rpartition(".")[0]
-            key = next((key for key in plan if matches(key, module)), "")
-            placements = str(parameter.placements) if isinstance(parameter, DTensor) else "whole on every tp rank"
-            sharding[subject.ties.get(name, name)] = {"plan_key": key, "placements": placements}
+    for name, parameter in named_parameters(stages):
+        module = name.rpartition(".")[0]
+        key = next((key for key in plan if matches(key, module)), "")
+        placements = str(parameter.placements) if isinstance(parameter, DTensor) else "whole on every tp rank"
+        sharding[stages.ties.get(name, name)] = {"plan_key": key, "placements": placements}
     return sharding
 
 
-def _hashes(subject: Subject) -> dict[str, str]:
+def _hashes(stages: Stages) -> dict[str, str]:
     """A hash of each part of a parameter that this rank holds: ranks with the same part must have the same bits."""
     hashes = {}
-    for stage in subject.stages:
-        for name, parameter in stage.named_parameters():
-            held = ",".join(f"{part.start}:{part.stop}" for part in slices_of(parameter))
-            values = local_part(parameter).detach().cpu().contiguous().view(-1).view(torch.uint8)
-            hashes[f"{subject.ties.get(name, name)} [{held}]"] = hashlib.sha256(values.numpy().tobytes()).hexdigest()
+    for name, parameter in named_parameters(stages):
+        held = ",".join(f"{part.start}:{part.stop}" for part in slices_of(parameter))
+        values = local_part(parameter).detach().cpu().contiguous().view(-1).view(torch.uint8)
+        hashes[f"{stages.ties.get(name, name)} [{held}]"] = hashlib.sha256(values.numpy().tobytes()).hexdigest()
     return hashes
 
 

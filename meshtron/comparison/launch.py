@@ -1,21 +1,22 @@
 """Start the ranks of every layout with torchrun and compare what they leave."""
 
+import inspect
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from meshtron.comparison.report import TOLERANCES, Report, compare
+from meshtron.comparison.subject import Subject, data_missing
 from meshtron.errors import MeshtronError, RecipeError
 from meshtron.mesh import Layout
-from meshtron.parity.report import TOLERANCES, Report, compare
-from meshtron.parity.subject import data_missing
 from meshtron.recipe import Recipe, dump_recipe
 
 _SHOWN_LINES = 30  # of what a failed rank wrote
@@ -81,8 +82,8 @@ def compare_recipe(recipe: Recipe, variants: Sequence[Variant], *, steps: int = 
         return _run(Path(folder), variants, steps, dtype, device, notes, recipes=paths)
 
 
-def compare_layouts(
-    subject: str,
+def parity(
+    subject: Callable[..., Subject] | str,
     layouts: Sequence[str] = ("1x1x1", "1x1x2", "1x2x1", "2x1x1"),
     *,
     schedules: Sequence[str] = ("1F1B",),
@@ -90,11 +91,14 @@ def compare_layouts(
     dtype: str = "float64",
     device: str = "auto",
 ) -> Report:
-    """Run a model of your own at every layout and compare with the first.
+    """Run a model of your own at every layout and compare losses, norms, gradients and weights with the first.
+
+    It starts the ranks itself, on this machine. ``print_report`` shows what it returns.
 
     Args:
-        subject: ``"package.module:function"``; every rank calls ``function(mesh=..., schedule=..., dtype=...)`` and
-            is given back a ``Subject``.
+        subject: a function at the top level of a module, or ``"package.module:function"``; every rank calls
+            ``function(mesh=..., schedule=..., dtype=...)`` and is given back a ``Subject``: the same run, with the
+            same global batches, at every layout.
         layouts: pp x dp x tp.
         schedules: pipeline schedules for layouts with more than one pp rank.
         steps: optimizer steps of each run.
@@ -107,7 +111,19 @@ def compare_layouts(
     variants = parse_variants(",".join(layouts), ",".join(schedules))
     device, notes = _pick_device(device, variants)
     with tempfile.TemporaryDirectory(prefix="meshtron-parity-") as folder:
-        return _run(Path(folder), variants, steps, dtype, device, notes, subject=subject)
+        return _run(Path(folder), variants, steps, dtype, device, notes, subject=_address(subject))
+
+
+def _address(subject: Callable[..., Subject] | str) -> str:
+    """How ranks find a function: its module's name, or its file where the module is the program that runs."""
+    if isinstance(subject, str):
+        return subject
+    if "<" in subject.__qualname__ or "." in subject.__qualname__:
+        raise MeshtronError(f"{subject.__qualname__}: ranks can call a function at the top level of a module only")
+    module = subject.__module__
+    if module == "__main__":
+        module = str(Path(inspect.getfile(subject)).absolute())
+    return f"{module}:{subject.__name__}"
 
 
 def variant_recipe(recipe: Recipe, variant: Variant, dtype: str, device: str) -> Recipe:
@@ -180,7 +196,7 @@ def _run(
 
 def _torchrun(ranks: int, folder: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["--module", "meshtron.parity.worker", str(folder)]
+    command += ["--module", "meshtron.comparison.worker", str(folder)]
     # A model of one's own is looked for where this program would find it.
     environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     log = folder / f"ranks-{ranks}.log"

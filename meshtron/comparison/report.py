@@ -9,8 +9,8 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
+from meshtron.comparison.subject import GRADIENT, WEIGHT
 from meshtron.errors import MeshtronError
-from meshtron.parity.subject import GRADIENT, WEIGHT
 
 TOLERANCES = {"float32": 1e-5, "float64": 1e-10}
 _FLOOR = 0.01  # a tensor smaller than this part of the whole model's norm is judged as if it were that large

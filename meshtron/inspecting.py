@@ -1,0 +1,66 @@
+"""Look at one rank while the others wait: a debugger, or a function that prints what this rank holds."""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import distributed as dist
+
+from meshtron.errors import MeshtronError
+from meshtron.world import DEBUG_RANK, WAIT, debug_rank
+
+DEBUG_PORT = "MESHTRON_DEBUG_PORT"
+"""Environment variable: a port on which debugpy waits for an editor, in place of pdb in the terminal."""
+
+
+def inspect_rank(rank: int | None = None, look: Callable[[], Any] | None = None) -> None:
+    """Stop every rank while rank ``rank`` runs ``look`` or is in a debugger; the others wait without a time limit.
+
+    Every rank makes the call. Without ``look`` the rank enters pdb at the line after the call, or, where
+    ``MESHTRON_DEBUG_PORT`` is set, waits for an editor to attach to that port and breaks there. The others go on when
+    the rank does. To stop at breakpoints later on as well, set ``MESHTRON_DEBUG_RANK`` for the whole run: the process
+    group is then made without a time limit, and train.py stops that rank before its first step.
+
+    Args:
+        rank: the rank to look at; by default the one in ``MESHTRON_DEBUG_RANK``, and if that is not set nothing is
+            done.
+        look: called on that rank, for instance to print shards: ``lambda: print(stage.head.weight.to_local())``.
+
+    Raises:
+        MeshtronError: there is no such rank, or an editor is to be waited for and debugpy is not installed.
+    """
+    rank = debug_rank() if rank is None else rank
+    if rank is None:
+        return
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    if not 0 <= rank < size:
+        raise MeshtronError(f"inspect_rank({rank}): there are {size} ranks, from 0 (see {DEBUG_RANK})")
+    here = (dist.get_rank() if dist.is_initialized() else 0) == rank
+    # A group of its own: on this one alone ranks may wait for as long as somebody thinks.
+    group = dist.new_group(backend="gloo", timeout=WAIT) if size > 1 else None
+    if here and look is not None:
+        look()
+    elif here:
+        _debug(rank)
+    if group is not None:
+        dist.barrier(group)
+        dist.destroy_process_group(group)
+
+
+def _debug(rank: int) -> None:
+    port = os.environ.get(DEBUG_PORT)
+    if port is None:
+        import pdb
+
+        print(f"rank {rank}: up leads to the caller, continue lets all ranks go on", file=sys.stderr, flush=True)
+        pdb.Pdb(skip=[__name__]).set_trace(sys._getframe(2))
+        return
+    try:
+        import debugpy
+    except ImportError:
+        raise MeshtronError(f"{DEBUG_PORT} = {port}: an editor needs debugpy: pip install debugpy") from None
+    debugpy.listen(("127.0.0.1", int(port)))
+    print(f"rank {rank}: waiting for an editor on port {port}", file=sys.stderr, flush=True)
+    debugpy.wait_for_client()
+    debugpy.breakpoint()

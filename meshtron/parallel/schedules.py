@@ -1,0 +1,49 @@
+"""Pipeline schedules: their names, which rank holds which stage, and what each of them cannot run."""
+
+from meshtron.errors import LayoutError
+
+# The recipe's name of each schedule -> torch's.
+SCHEDULES = {
+    "AFAB": "GPipe",
+    "1F1B": "1F1B",
+    "Interleaved1F1B": "Interleaved1F1B",
+    "LoopedBFS": "LoopedBFS",
+    "InterleavedZeroBubble": "InterleavedZeroBubble",
+    "ZBVZeroBubble": "ZBVZeroBubble",
+    "DualPipeV": "DualPipeV",
+}
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+
+
+def stage_indices(schedule: str, pp: int, rank: int, stages_per_rank: int) -> list[int]:
+    """Numbers of the stages that pipeline rank ``rank`` of ``pp`` holds, in model order.
+
+    Interleaved schedules deal stages out round and round (rank, rank + pp, ...), V-shaped ones there and back
+    (rank, 2 * pp - 1 - rank).
+    """
+    if schedule in V_SHAPED:
+        return [rank, 2 * pp - 1 - rank]
+    return [rank + turn * pp for turn in range(stages_per_rank)]
+
+
+def check_schedule(schedule: str, pp: int, stages_per_rank: int, num_microbatches: int) -> None:
+    """Refuse what a schedule cannot run.
+
+    Raises:
+        LayoutError: unknown schedule, wrong number of stages a rank, or too few micro-batches.
+    """
+    if schedule not in SCHEDULES:
+        raise LayoutError(f"schedule {schedule!r}: expected one of {', '.join(SCHEDULES)}")
+    single = schedule in ("AFAB", "1F1B")
+    if single and stages_per_rank != 1:
+        raise LayoutError(f"schedule {schedule} runs one stage a rank, found stages_per_rank = {stages_per_rank}")
+    if not single and stages_per_rank < 2:
+        raise LayoutError(f"schedule {schedule} needs at least 2 stages a rank, found {stages_per_rank}")
+    if schedule in V_SHAPED and stages_per_rank != 2:
+        raise LayoutError(f"schedule {schedule} runs 2 stages a rank, found {stages_per_rank}")
+    needed = {"1F1B": pp, "DualPipeV": 2 * pp}.get(schedule, 1)
+    if num_microbatches < needed:
+        raise LayoutError(
+            f"schedule {schedule} with pp = {pp} needs at least {needed} micro-batches a step, found "
+            f"{num_microbatches}: raise global_batch_size or lower micro_batch_size"
+        )
