@@ -42,9 +42,7 @@ def explain(
         return
     pp, dp, tp = _sizes(mesh, axes)
     stages = as_stages(model)
-    print(
-        f"pp {pp} x dp {dp} x tp {tp}: each line holds on every pp rank that has the parameter, and on every dp rank"
-    )
+    print(f"pp {pp} x dp {dp} x tp {tp}; what is said of tp ranks holds at every pp and dp rank", file=file)
     print("\n".join(_parameter_lines(stages, plan, tp)), file=file)
     print("\n".join(_activation_lines(stages, plan, tp)), file=file)
 
@@ -67,7 +65,15 @@ def _parameter_lines(stages: Stages, plan: Plan, tp: int) -> Iterator[str]:
         total, largest = total + parameter.numel() * parameter.dtype.itemsize, largest + max(sizes)
         if placement == Replicate():
             whole.append(name)
-        rows.append((name, key or "-", str(placement), _each(shapes), _each(sizes)))
+        rows.append(
+            (
+                name,
+                key or "-",
+                placement if isinstance(placement, str) else repr(placement),
+                _each(shapes),
+                _each(sizes),
+            )
+        )
     yield from _table(rows)
     for alias, first in stages.ties.items():
         yield f"{alias} is {first}"
@@ -144,7 +150,7 @@ def _change(change: Change) -> str:
 def _arrow(before: Placement | None, after: Placement | None) -> str:
     if before is None or after is None:
         return "as it is"
-    return str(after) if before == after else f"{before} -> {after}"
+    return repr(after) if before == after else f"{before!r} -> {after!r}"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

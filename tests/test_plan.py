@@ -1,0 +1,139 @@
+"""Wrong plans are named before anything runs; explain says what a right one does."""
+
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.nn import functional as F
+
+import meshtron as mt
+from meshtron.models.llama import Llama, LlamaSpec, tensor_parallel_plan
+from tests.layouts import small_config
+from tests.test_gpt2 import example
+
+UNEVEN = LlamaSpec.uneven
+
+
+def llama(**changes) -> Llama:
+    with torch.device("meta"):
+        return Llama(small_config(**changes))
+
+
+def gpt2(*, packed: bool = True) -> nn.Module:
+    with torch.device("meta"):
+        model = example("model").GPT2(example("model").Config(64, 8, 32, 4, 4, 0.0))
+    if packed:
+        mt.unpack_linear(model, "blocks.*.attn.qkv", parts=3)
+    return model
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_right_plans_pass(tp):
+    for sequence_parallel in (True, False):
+        plan = tensor_parallel_plan(sequence_parallel, qk_norm=True)
+        mt.check_plan(llama(qk_norm=True, vocab_size=101), plan, tp, uneven=UNEVEN)
+    mt.check_plan(gpt2(), example("train").PLAN, tp)
+
+
+@pytest.mark.parametrize(
+    ("forgotten", "message"),
+    [
+        (
+            "layers.*.self_attn.o_proj",
+            r"layers.0.self_attn.q_proj: Colwise.* leaves .*self_attn.o_proj\?",
+        ),
+        ("layers.*.mlp.down_proj", r"layers.0.mlp.gate_proj: ColwiseParallel leaves .*layers.0.mlp.down_proj\?"),
+        ("layers.*.self_attn.q_proj", r"layers.0.self_attn.o_proj fails at the shapes of one of tp = 4 ranks"),
+        ("layers.*.mlp.up_proj", r"layers.0.mlp fails at the shapes"),
+        ("layers.*.mlp", r"layers.0 fails at the shapes"),
+        ("layers.*.self_attn", r"layers.0.self_attn fails at the shapes"),
+        ("layers.*.input_layernorm", r"layers.0.input_layernorm: is given .* and no plan key says so"),
+        ("norm", r"norm: is given .* SequenceParallel"),
+    ],
+)
+def test_a_forgotten_line_is_named(forgotten, message):
+    plan = tensor_parallel_plan(True)
+    del plan[forgotten]
+    with pytest.raises(mt.PlanError, match=message):
+        mt.check_plan(llama(), plan, 4, uneven=UNEVEN)
+
+
+def test_a_rowwise_without_its_colwise_is_named():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with pytest.raises(mt.PlanError, match=r"1: RowwiseParallel takes its input in parts.*\(0\?\)"):
+        mt.check_plan(model, {"1": RowwiseParallel()}, 2)
+    mt.check_plan(model, {"1": RowwiseParallel(input_layouts=Replicate())}, 2)
+    mt.check_plan(model, {"0": ColwiseParallel(), "1": RowwiseParallel()}, 2, example=torch.ones(2, 8))
+
+
+def fixed_heads(self, x):
+    batch, sequence, _ = x.shape
+    q, k, v = (part.view(batch, sequence, 4, 8).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+    return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, sequence, -1))
+
+
+def fixed_heads_and_free_head_size(self, x):
+    batch, sequence, _ = x.shape
+    q, k, v = (part.view(batch, sequence, 4, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+    return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, sequence, -1))
+
+
+def the_same_by_hand(self, x):
+    batch, sequence, _ = x.shape
+    q, k, v = (part.view(batch, sequence, 4, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+    return self.out(((q @ k.transpose(-1, -2)).softmax(-1) @ v).transpose(1, 2).reshape(batch, sequence, -1))
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (fixed_heads, r"blocks.0.attn fails at the shapes of one of tp = 2 ranks.*view\(batch, sequence, -1"),
+        (fixed_heads_and_free_head_size, r"blocks.0.attn: attention is given \(2, 4, 8, 4\).*assumes all heads"),
+        (the_same_by_hand, r"blocks.0.attn: attention is given \(2, 4, 8, 4\).*assumes all heads"),
+    ],
+)
+def test_a_forward_that_assumes_all_heads_is_named(forward, message):
+    model = gpt2()
+    for block in model.blocks:
+        block.attn.forward = forward.__get__(block.attn)
+    with pytest.raises(mt.PlanError, match=message):
+        mt.check_plan(model, example("train").PLAN, 2)
+
+
+def test_a_fused_projection_that_would_be_mixed_up_is_named():
+    plan = dict(example("train").PLAN)
+    plan["blocks.*.attn.qkv"] = plan.pop("blocks.*.attn.qkv.*")
+    with pytest.raises(mt.PlanError, match=r"blocks.0.attn.qkv: its output is cut by chunk.*unpack_linear"):
+        mt.check_plan(gpt2(packed=False), plan, 2)
+
+
+def test_unpacking_refuses_what_does_not_fit():
+    model = nn.Sequential(nn.Linear(4, 12))
+    with pytest.raises(mt.PlanError, match="0 has 12 rows, which parts = 5 do not make up"):
+        mt.unpack_linear(model, "0", parts=5)
+    with pytest.raises(mt.PlanError, match="matches no module"):
+        mt.unpack_linear(model, "1")
+    x, whole = torch.randn(2, 4), model[0]
+    expected = whole(x)
+    mt.unpack_linear(model, "0", parts=[4, 2, 6])
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_explain_names_key_placement_shapes_and_bytes_of_every_parameter():
+    model, out = llama(vocab_size=101), io.StringIO()
+    mt.explain(model, mt.Layout(dp=2, tp=4), tensor_parallel_plan(True), file=out)
+    lines = out.getvalue().splitlines()
+    for name, _ in model.named_parameters():
+        assert sum(line.split()[:1] == [name] for line in lines) == 1, name
+    row = next(line for line in lines if line.startswith("layers.3.mlp.down_proj.weight"))
+    assert "layers.*.mlp.down_proj" in row
+    assert "(32, 16)" in row
+    assert row.endswith("2,048")
+    assert "(26, 32) on tp 0-2, (23, 32) on tp 3" in next(line for line in lines if line.startswith("embed_tokens"))
+    whole = next(line for line in lines if line.startswith("whole on every tp rank"))
+    assert "layers.0.input_layernorm.weight" in whole
+    assert "q_proj" not in whole
+    assert any(line.startswith("layers.*.mlp ") and "Shard(dim=1)" in line and "Replicate" in line for line in lines)
