@@ -79,7 +79,7 @@ def effect_of(style: ParallelStyle, module: nn.Module) -> Effect:
     before = style.prepare_module_input if isinstance(style, PrepareModuleInputOutput) else style
     after = style.prepare_module_output if isinstance(style, PrepareModuleInputOutput) else style
     inputs: Change = ((), ())
-    keywords, outputs, local_inputs = {}, inputs, True
+    keywords, outputs, local_inputs, local = {}, inputs, True, True
     if isinstance(before, PrepareModuleInput):
         inputs = (_tuple(before.input_layouts), _tuple(before.desired_input_layouts))
         names = before.input_kwarg_layouts or {}
