@@ -130,6 +130,7 @@ def _fill_normal(local: Tensor, shape: torch.Size, held: tuple[slice, ...], std:
             (min(block_rows, shape[0] - start), *row_shape),
             generator=_generator(seed, name, block),
             device="cpu",
+            dtype=torch.float32,  # whatever the default is: another type is another stream of numbers
         )
         first, last = max(rows.start, start), min(rows.stop, start + len(drawn))
         part = drawn[(slice(first - start, last - start), *held[1:])]

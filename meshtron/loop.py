@@ -19,6 +19,7 @@ from meshtron.errors import MeshtronError
 from meshtron.feed import check_tokenizer, data_state, describe_stage, open_training, open_validation
 from meshtron.hf.recipe import fill_from_hf
 from meshtron.hostcopy import HostCopy
+from meshtron.inspecting import inspect_rank
 from meshtron.loss import IGNORE
 from meshtron.metrics import MetricsWriter, StepMetrics, memory_gib, peak_flops
 from meshtron.models.spec import flops_of
@@ -60,6 +61,7 @@ def train(recipe: Recipe) -> Progress:
             if world.rank() == 0:
                 (folder / "recipe.toml").write_text(dump_recipe(recipe), encoding="utf-8")
             done = progress.step, progress.samples
+            inspect_rank()  # only where MESHTRON_DEBUG_RANK names one
             with open_training(recipe, job.mesh, device, *done, saved=progress.data) as stream:
                 run_steps(job, stream, checkpointer, progress, stop)
     return progress

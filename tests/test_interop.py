@@ -1,0 +1,148 @@
+"""The helpers beside torch's own: a user's mesh, fully_shard, optimizer classes, torch.compile, checkpoint_wrapper."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import meshtron as mt
+from examples import mlp_regression as mlp
+from meshtron.parallel.names import named_parameters
+from meshtron.testing import run_ranks
+
+STEPS = 3
+
+
+class Lion(torch.optim.Optimizer):
+    """Chen et al., 2023: an element-wise optimizer that torch does not have."""
+
+    def __init__(self, params, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for p in group["params"]:
+                moment = self.state[p].setdefault("moment", torch.zeros_like(p))
+                p.sub_(torch.sign(moment * first + p.grad * (1 - first)), alpha=group["lr"])
+                moment.mul_(second).add_(p.grad, alpha=1 - second)
+
+
+OPTIMIZERS = {
+    "adamw": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
+    "momentum": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
+    "lion": (Lion, {"lr": 1e-3}),
+}
+
+
+def plain_run(name: str, max_norm: float = 1e9) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = mlp.Regressor().double()
+    mt.init_weights(model, seed=0, std=0.2)
+    kind, options = OPTIMIZERS[name]
+    optimizer = kind(model.parameters(), **options)
+    norms = []
+    for step in range(STEPS):
+        x, y = (part.double() for part in mlp.batch_of(step))
+        optimizer.zero_grad()
+        mlp.loss_fn(model(x), y).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
+        optimizer.step()
+    return norms, {key: value.detach() for key, value in model.named_parameters()}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return getattr(tensor, "full_tensor", lambda: tensor)().detach().clone()
+
+
+def sharded_model(mesh, tp_axis: str) -> nn.Module:
+    with torch.device("meta"):
+        model = mlp.Regressor()
+    mt.apply_tensor_parallel(model, mesh[tp_axis], mlp.PLAN)
+    mt.init_weights(model, seed=0, std=0.2, device="cpu", dtype=torch.float64)
+    return model
+
+
+def on_a_users_mesh(name: str, wrap: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Axes of other names, in another order, and one more, along which ranks do the same."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("copy", "data", "model"))
+    model = sharded_model(mesh, "model")
+    if wrap == "checkpoint":
+        for key, block in list(model.blocks.named_children()):
+            model.blocks.register_module(key, checkpoint_wrapper(block))
+    if wrap == "compile":
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+    kind, options = OPTIMIZERS[name]
+    axes = ("stage", "data", "model")
+    optimizer = mt.ZeroOptimizer(model, mesh, optimizer=kind, grad_dtype=torch.float64, axes=axes, **options)
+    rank, norms = mesh.get_local_rank("data"), []
+    for step in range(STEPS):
+        for x, y in zip(*(part.double().chunk(2)[rank].chunk(4) for part in mlp.batch_of(step)), strict=True):
+            mlp.loss_fn(model(x), y).backward()
+        norms.append(optimizer.clip_grad_norm(1e9).item())
+        optimizer.step()
+    return norms, {key: whole(value) for key, value in named_parameters([model])}
+
+
+@pytest.mark.parametrize(
+    ("name", "wrap"), [("adamw", ""), ("momentum", ""), ("lion", ""), ("adamw", "checkpoint"), ("adamw", "compile")]
+)
+def test_a_users_mesh_with_any_optimizer_and_torchs_wrappers(name, wrap):
+    norms, weights = plain_run(name)
+    for ours_norms, ours in run_ranks(on_a_users_mesh, 8, name, wrap):
+        torch.testing.assert_close(ours_norms, norms, rtol=1e-12, atol=0)
+        assert ours.keys() == weights.keys()
+        for key, weight in ours.items():
+            torch.testing.assert_close(weight, weights[key], rtol=0, atol=1e-12, msg=key)
+
+
+def with_fully_shard() -> tuple[list[float], dict[str, torch.Tensor]]:
+    mesh = mt.build_mesh(mt.Layout(dp=2, tp=2), "cpu")
+    model = sharded_model(mesh, "tp")
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    kind, options = OPTIMIZERS["adamw"]
+    optimizer = kind(model.parameters(), foreach=False, **options)
+    rank, norms = mesh.get_local_rank("dp"), []
+    for step in range(STEPS):
+        x, y = (part.double().chunk(2)[rank] for part in mlp.batch_of(step))
+        optimizer.zero_grad()
+        (mlp.loss_fn(model(x), y) * 2).backward()  # fully_shard takes the mean over dp
+        norms.append(mt.clip_grad_norm(model, mesh, 0.5).item())
+        optimizer.step()
+    return norms, {key: whole(value) for key, value in model.named_parameters()}
+
+
+def test_fully_shard_in_place_of_zero_with_clipping_over_both_axes():
+    norms, weights = plain_run("adamw", max_norm=0.5)
+    for ours_norms, ours in run_ranks(with_fully_shard, 4):
+        torch.testing.assert_close(ours_norms, norms, rtol=1e-12, atol=0)
+        for key, weight in ours.items():
+            torch.testing.assert_close(weight, weights[key], rtol=0, atol=1e-12, msg=key)
+    assert norms[0] > 0.5
+
+
+def pipeline_alone(given: bool) -> float:
+    mesh = mt.build_mesh(mt.Layout(pp=2), "cpu")
+    model = mlp.Regressor().double()
+    mt.init_weights(model, seed=0, std=0.2)
+    stages = mt.split_stages(model, mesh["pp"], layers="blocks", first=["enter"], last=["leave"])
+    like = torch.empty(16, 16, dtype=torch.float64, device="meta")
+    boundary = mt.Boundary(inputs=like[:, :8], hidden=like, output=like[:, :1])
+    runner = mt.pipeline_schedule(
+        stages, mesh["pp"], "1F1B", num_microbatches=4, loss_fn=mlp.loss_fn, boundary=boundary if given else None
+    )
+    x, y = (part.double() for part in mlp.batch_of(0))
+    runner.step(x, y)
+    return mt.clip_grad_norm(stages, mesh, None).item()
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_pipeline_of_an_unsharded_model_leaves_gradients_in_grad(given):
+    expected = plain_run("adamw")[0][0]
+    for norm in run_ranks(pipeline_alone, 2, given):
+        assert norm == pytest.approx(expected, rel=1e-12)

@@ -1,0 +1,115 @@
+"""A family of a user's own in a recipe, through train.py: no line of meshtron changes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshtron.errors import RecipeError
+from meshtron.models import model_spec
+from tests.runs import token_folder
+
+ROOT = Path(__file__).parents[1]
+SPEC = """
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.nn import functional as F
+from meshtron import StageLayout
+
+
+class Layer(nn.Module):
+    def __init__(self, width, inner):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x):
+        # every token also sees the mean of those before it
+        mean = x.cumsum(1) / torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
+        return x + self.down(F.relu(self.up(x + mean)))
+
+
+class Net(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.table = nn.Embedding(model["vocab_size"], model["width"])
+        self.layers = nn.ModuleList(Layer(model["width"], model["inner"]) for _ in range(model["depth"]))
+        self.out = nn.Linear(model["width"], model["vocab_size"], bias=False)
+
+    def forward(self, x):
+        x = self.table(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x)
+
+
+class MySpec:
+    stages = StageLayout(layers="layers", first=("table",), last=("out",))
+
+    def build(self, model):
+        return Net(model)
+
+    def plan(self, model, sequence_parallel):
+        return {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
+
+
+class NotASpec:
+    stages = None
+"""
+RECIPE = """
+[run]
+name = "own"
+device = "cpu"
+[model]
+family = "my_net:MySpec"
+vocab_size = 96
+width = 16
+inner = 32
+depth = 2
+[training]
+steps = 4
+seq_len = 16
+global_batch_size = 8
+micro_batch_size = 2
+param_dtype = "float32"
+[data]
+train = [{ path = "data" }]
+"""
+
+
+def train(folder: Path, ranks: int, *overrides: str) -> list[float]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    done = subprocess.run(
+        [sys.executable, *launcher, str(ROOT / "train.py"), "recipe.toml", *overrides],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    name = next((o.partition("=")[2] for o in overrides if o.startswith("run.name=")), "own")
+    return [json.loads(line)["loss"] for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_train_runs_a_users_family_at_one_process_and_two_ranks(tmp_path):
+    token_folder(tmp_path / "data")
+    (tmp_path / "my_net.py").write_text(SPEC)
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    losses = train(tmp_path, 1)
+    assert len(losses) == 4
+    for layout in ("pp", "tp"):
+        ours = train(tmp_path, 2, f"parallel.{layout}=2", f"run.name={layout}")
+        torch.testing.assert_close(ours, losses, rtol=1e-5, atol=0)
+
+
+def test_what_is_no_spec_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "my_wrong_net.py").write_text(SPEC)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RecipeError, match=r"NotASpec has no build, plan \(see meshtron.ModelSpec\)"):
+        model_spec("my_wrong_net:NotASpec")
+    with pytest.raises(RecipeError, match=r"cannot be imported: .*no attribute 'Missing'"):
+        model_spec("my_wrong_net:Missing")
