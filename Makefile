@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 #   make install TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 
-.PHONY: help install check test demo clean
+.PHONY: help install check test demo docs clean
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -30,6 +30,10 @@ test: $(STAMP) ## the whole suite, on CPU
 
 demo: $(STAMP) ## prepare data, train on 4 ranks, stop, resume at another layout, generate: about 5 minutes on 2 cores
 	$(BIN)/python examples/demo.py
+
+docs: $(STAMP) ## the pages of docs/ and the reference from docstrings, into site/
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/mkdocs build --strict
 
 clean: ## remove caches and the demo's output; prepared data stays
 	rm -rf runs/demo runs/demo.log .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,84 @@
+"""Code in the pages: Python runs, TOML is a recipe's, and commands name programs and options that exist."""
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from meshtron.cli import app
+from meshtron.recipe import Recipe
+from meshtron.testing import run_ranks
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
+RANKS = {"your-model.md": 8}
+BASE = {
+    "model": {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    },
+    "training": {"steps": 100, "seq_len": 16, "global_batch_size": 8},
+    "data": {"train": [{"path": "data"}]},
+}
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def run_blocks(name: str) -> int:
+    """Every Python block of a page, one after the other, in one namespace."""
+    namespace: dict = {"__name__": "page"}
+    codes = blocks(ROOT / "docs" / name, "python")
+    for code in codes:
+        exec(compile(code, name, "exec"), namespace)
+    return len(codes)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+def test_python_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ranks = RANKS.get(page.name)
+    assert run_ranks(run_blocks, ranks, page.name)[0] if ranks else run_blocks(page.name)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "toml")], ids=lambda page: page.name)
+def test_toml_is_part_of_a_recipe(page):
+    for text in blocks(page, "toml"):
+        changes = tomllib.loads(text)
+        Recipe(**{name: BASE.get(name, {}) | changes.get(name, {}) for name in {*BASE, *changes}})
+
+
+def commands(page: Path) -> list[list[str]]:
+    text = "\n".join(re.findall(r"^```(?:bash|console)?\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL))
+    lines = [line.removeprefix("$ ").split("#")[0] for line in text.replace("\\\n", " ").splitlines()]
+    return [shlex.split(line) for line in lines if re.match(r"(\w+=\S+ )*(meshtron|python|torchrun) \S", line)]
+
+
+def test_commands_and_options_exist():
+    known = typer.main.get_command(app)
+    found = 0
+    for page in PAGES:
+        for words in commands(page):
+            if "meshtron" in words:
+                command = known
+                for word in words[words.index("meshtron") + 1 :]:
+                    if not hasattr(command, "commands"):
+                        break
+                    for choice in word.split("|")[:1]:
+                        assert choice in command.commands, (page.name, words)
+                        command = command.commands[choice]
+                options = {option for parameter in command.params for option in parameter.opts}
+                used = {word.partition("=")[0] for word in words if word.startswith("--")}
+                assert used <= options | {"--help"}, (page.name, words)
+                found += 1
+            for word in words:
+                if word.endswith(".py") or word.startswith(("recipes/", "examples/", "benchmarks/")):
+                    assert (ROOT / word).exists(), (page.name, word)
+    assert found >= 4
