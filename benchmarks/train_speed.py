@@ -34,7 +34,8 @@ from torch.nn import functional as F
 
 from meshtron import world
 from meshtron.build import Job, build_job, layout_of, model_section
-from meshtron.data.shards import HEADER, Header, ShardWriter, dtype_name
+from meshtron.data.shard_writer import ShardWriter
+from meshtron.data.shards import HEADER, Header, dtype_name
 from meshtron.feed import open_training
 from meshtron.initialize import init_weights
 from meshtron.layers import compile_layers

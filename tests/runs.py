@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from meshtron.data.shards import HEADER, Header, ShardWriter, dtype_name
+from meshtron.data.shard_writer import ShardWriter
+from meshtron.data.shards import HEADER, Header, dtype_name
 from meshtron.mesh import Layout
 from meshtron.recipe import Recipe
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshtron.data import Sample, Source, Stage, TrainStream, ValidationSet, Windows, open_source, open_tokens
-from meshtron.data.shards import HEADER, Header, ShardWriter, dtype_name
+from meshtron.data.shard_writer import ShardWriter
+from meshtron.data.shards import HEADER, Header, dtype_name
 from meshtron.errors import DataError
 
 VOCAB = 1000

@@ -134,6 +134,17 @@ def test_parquet_datasets_and_streams(tmp_path, tokenizer, monkeypatch):
     assert (header.counts["empty"], header.counts["missing"]) == (2, 2)
 
 
+def test_a_dataset_that_cannot_be_opened_is_one_line(tmp_path, tokenizer):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "dataset_info.json").write_text("{}")
+    for source, reason in (
+        (f"hf:{tmp_path}/nowhere", "cannot be opened by the datasets library"),
+        (str(tmp_path / "broken"), "cannot be read by the datasets library"),
+    ):
+        with pytest.raises(DataError, match=f"{source}: {reason}"):
+            prepare_corpus([source], tmp_path / "out", PrepareOptions(tokenizer=tokenizer, workers=1))
+
+
 def test_folders_and_globs(tmp_path, tokenizer):
     folder = tmp_path / "tree"
     for name in ("b.py", "a/c.md", "a/d.bin", ".hidden/e.py", "tests/f.py", "g.py.gz"):
@@ -250,7 +261,7 @@ def content(folder):
 
 
 def test_output_is_the_same_for_any_number_of_workers(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr("meshtron.data.prepare.CHUNK_BYTES", 20_000)
+    monkeypatch.setattr("meshtron.data.chunks.CHUNK_BYTES", 20_000)
     corpus(tmp_path / "in")
     for workers in (1, 3):
         options = PrepareOptions(tokenizer=tokenizer, workers=workers, val_fraction=0.1, max_shard_tokens=20_000)
@@ -271,8 +282,9 @@ def test_validation_never_meets_training(tmp_path, tokenizer):
 
 PREPARE = """
 import sys
+import meshtron.data.chunks as c
 import meshtron.data.prepare as p
-p.CHUNK_BYTES, p._JOURNAL_INTERVAL_S = 20_000, 0.0
+c.CHUNK_BYTES, p._JOURNAL_INTERVAL_S = 20_000, 0.0
 p.prepare_corpus([sys.argv[1]], sys.argv[2], p.PrepareOptions(
     tokenizer=sys.argv[3], workers=int(sys.argv[4]), val_fraction=0.1, max_shard_tokens=20_000))
 """
@@ -281,7 +293,7 @@ p.prepare_corpus([sys.argv[1]], sys.argv[2], p.PrepareOptions(
 @pytest.mark.parametrize("chunks", [1, 4, 9])
 def test_a_kill_leaves_nothing_readable_and_the_next_run_goes_on(tmp_path, tokenizer, monkeypatch, chunks):
     """Killed inside a write, after so many chunks, with half of its bytes on the disk."""
-    monkeypatch.setattr("meshtron.data.prepare.CHUNK_BYTES", 20_000)
+    monkeypatch.setattr("meshtron.data.chunks.CHUNK_BYTES", 20_000)
     monkeypatch.setattr("meshtron.data.prepare._JOURNAL_INTERVAL_S", 0.0)
     corpus(tmp_path / "in")
     options = PrepareOptions(tokenizer=tokenizer, workers=1, val_fraction=0.1, max_shard_tokens=20_000)
@@ -289,7 +301,7 @@ def test_a_kill_leaves_nothing_readable_and_the_next_run_goes_on(tmp_path, token
 
     killing = f"""
 import os
-from meshtron.data.shards import ShardWriter
+from meshtron.data.shard_writer import ShardWriter
 append, calls = ShardWriter.append, []
 def killing(self, tokens, lengths, prompts=None):
     calls.append(1)
@@ -309,7 +321,7 @@ ShardWriter.append = killing
         Header.read(tmp_path / "out.partial")
 
     seen = []
-    monkeypatch.setattr("meshtron.data.prepare._chunks", recorded(seen))
+    monkeypatch.setattr("meshtron.data.prepare.cut_chunks", recorded(seen))
     prepare_corpus([str(tmp_path / "in")], tmp_path / "out", options)
     assert content(tmp_path / "out") == content(tmp_path / "whole")
     assert seen[0] > (0, 0) or chunks == 1  # it did go on, not start again
@@ -317,11 +329,11 @@ ShardWriter.append = killing
 
 
 def recorded(seen):
-    from meshtron.data.prepare import _chunks
+    from meshtron.data.chunks import cut_chunks
 
     def chunks(files, keys, after):
         seen.append(after)
-        return _chunks(files, keys, after)
+        return cut_chunks(files, keys, after)
 
     return chunks
 

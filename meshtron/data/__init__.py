@@ -9,15 +9,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from meshtron.data.batch import Batch
     from meshtron.data.formats import open_tokens
-    from meshtron.data.loader import Batch, Source, Stage, TrainStream, ValidationSet
+    from meshtron.data.loader import Source, Stage, TrainStream, ValidationSet
     from meshtron.data.prepare import PrepareOptions, prepare_corpus
     from meshtron.data.samples import Dataset, ResumableStream, Sample, StreamDataset, Windows
     from meshtron.data.sources import open_source
     from meshtron.data.tokenizer import end_of_text_id, load_tokenizer
 
 _HOMES = {
-    "Batch": "loader",
+    "Batch": "batch",
     "Dataset": "samples",
     "PrepareOptions": "prepare",
     "ResumableStream": "samples",

@@ -12,9 +12,10 @@ import numpy as np
 import xxhash
 from tokenizers import Tokenizer
 
-from meshtron.data.documents import BadRecord, Record
+from meshtron.data.readers import BadRecord, Record
 from meshtron.data.shards import DTYPES, dtype_name
 from meshtron.data.tokenizer import plain
+from meshtron.errors import DataError
 
 # Longer documents are tokenized in pieces, because an Encoding takes some 200 bytes a token.
 PIECE_CHARACTERS = 1 << 16
@@ -24,11 +25,8 @@ PIECE_CHARACTERS = 1 << 16
 class EncodeOptions:
     """What becomes of a record, apart from the tokenizer."""
 
-    text_key: str = "text"
-    """Where the text is in a row."""
-    prompt_key: str | None = None
-    """With ``completion_key``: where the two parts of a document with prompt are, instead of ``text_key``."""
-    completion_key: str | None = None
+    keys: tuple[str, ...] = ("text",)
+    """Where the text is in a row; or two, for the prompt and the completion of a document in two parts."""
     eos_id: int
     """Appended to every document, once."""
     bos_id: int | None = None
@@ -37,11 +35,18 @@ class EncodeOptions:
     val_fraction: float = 0.0
     """Documents whose hash is below this fraction of all hashes are validation."""
 
-    @property
-    def keys(self) -> tuple[str, ...]:
-        if self.prompt_key is not None and self.completion_key is not None:
-            return (self.prompt_key, self.completion_key)
-        return (self.text_key,)
+
+def text_keys(text_key: str, prompt_key: str | None, completion_key: str | None) -> tuple[str, ...]:
+    """The keys to read: prompt and completion where they are given, else the text.
+
+    Raises:
+        DataError: one of prompt and completion without the other.
+    """
+    if prompt_key is None and completion_key is None:
+        return (text_key,)
+    if prompt_key is None or completion_key is None:
+        raise DataError("the keys of prompt and completion go together: give both or none")
+    return (prompt_key, completion_key)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,48 +4,18 @@
 once. Both answer ``batch(samples)``. Ranks that share a dp rank (tp and pp peers) get the same batch.
 """
 
-import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from meshtron.data.batch import Batch, collate
+from meshtron.data.prefetch import Prefetcher
 from meshtron.data.sampler import Cursor, Order, StageSources
 from meshtron.data.samples import IGNORE, Dataset, ResumableStream, Sample, StreamDataset
 from meshtron.errors import DataError
-
-
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """One dp rank's part of a global batch."""
-
-    tokens: Tensor
-    """Ids, int64 (local batch, seq_len)."""
-    labels: Tensor
-    """The id that each token has to predict, int64 (local batch, seq_len); -100 where there is no loss."""
-    document_ids: Tensor | None = None
-    """Number of each token's document in its row, int64 (local batch, seq_len), or None where attention sees
-    all."""
-    positions: Tensor | None = None
-    """Place of each token in its document, int64 (local batch, seq_len), or None for 0 .. seq_len - 1."""
-
-    def to(self, device: torch.device | str) -> "Batch":
-        """The batch on a device; the copy overlaps with what the host does next when the memory is pinned."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def pinned(self) -> "Batch":
-        """The batch in page-locked memory."""
-        return self._each(Tensor.pin_memory)
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        changed = {key: None if tensor is None else change(tensor) for key, tensor in vars(self).items()}
-        return Batch(**changed)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +94,7 @@ class TrainStream:
             cursors=cursors,
         )
         is_stream = any(not isinstance(source.dataset, Dataset) for stage in stages for source in stage.sources)
-        self._prefetcher = _Prefetcher(
+        self._prefetcher = Prefetcher(
             self._build,
             step=global_batch_size,
             depth=prefetch,
@@ -182,7 +152,7 @@ class TrainStream:
             _fetch(stage.sources[source], int(window), stage.seq_len)
             for source, window in zip(sources, windows, strict=True)
         ]
-        return _collate(rows)
+        return collate(rows)
 
 
 class ValidationSet:
@@ -223,7 +193,7 @@ class ValidationSet:
         self.num_samples = int(self._ends[-1])
         if max_samples:
             self.num_samples = min(self.num_samples, max_samples)
-        self._prefetcher = _Prefetcher(
+        self._prefetcher = Prefetcher(
             self._build,
             step=global_batch_size,
             depth=2,
@@ -245,7 +215,7 @@ class ValidationSet:
         self._prefetcher.close()
 
     def _build(self, samples: int) -> Batch:
-        return _collate([self._row(samples + self._offset + row) for row in range(self._local)])
+        return collate([self._row(samples + self._offset + row) for row in range(self._local)])
 
     def _row(self, number: int) -> Sample:
         if number < self.num_samples:
@@ -315,81 +285,3 @@ def _fetch(source: Source, index: int, seq_len: int) -> Sample:
             f"{seq_len} each (or one array of {seq_len + 1} ids)"
         )
     return found
-
-
-def _collate(rows: Sequence[Sample]) -> Batch:
-    tokens = np.stack([row.tokens for row in rows]).astype(np.int64, copy=False)
-    labels = np.stack([row.labels for row in rows]).astype(np.int64, copy=False)
-    if all(row.document_ids is None for row in rows):
-        return Batch(tokens=torch.from_numpy(tokens), labels=torch.from_numpy(labels))
-    # Where one source of a mixture has documents, a row of another is one document.
-    document_ids = np.zeros_like(tokens)
-    for number, row in enumerate(rows):
-        if row.document_ids is not None:
-            document_ids[number] = row.document_ids
-    places = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
-    begins = np.diff(document_ids, axis=1, prepend=document_ids[:, :1]) != 0
-    positions = places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
-    return Batch(
-        tokens=torch.from_numpy(tokens),
-        labels=torch.from_numpy(labels),
-        document_ids=torch.from_numpy(document_ids),
-        positions=torch.from_numpy(positions),
-    )
-
-
-class _Prefetcher:
-    """Builds the batches behind the one asked for last, in threads; asking out of turn starts again there.
-
-    Threads are enough: reading a map and copying rows release the interpreter, and a thread that waits for a disk
-    or a network holds up nobody.
-    """
-
-    def __init__(
-        self, build: Callable[[int], Batch], *, step: int, depth: int, workers: int, pin_memory: bool, end: int | None
-    ) -> None:
-        self._build = build
-        self._step = step
-        self._depth = depth
-        self._workers = workers
-        self._pin_memory = pin_memory
-        self._end = end
-        self._pool: ThreadPoolExecutor | None = None
-        self._pending: deque[tuple[int, Future[Batch]]] = deque()
-        self.wait_s = 0.0
-
-    def get(self, samples: int) -> Batch:
-        started = time.perf_counter()
-        batch = self._take(samples) if self._workers else self._make(samples)
-        self.wait_s = time.perf_counter() - started
-        return batch
-
-    def _take(self, samples: int) -> Batch:
-        if not self._pending or self._pending[0][0] != samples:
-            self.close()
-            self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="meshtron-data")
-            self._submit(samples)
-        following = self._pending[-1][0] + self._step
-        while len(self._pending) <= self._depth and (self._end is None or following < self._end):
-            self._submit(following)
-            following += self._step
-        _, first = self._pending.popleft()
-        try:
-            return first.result()
-        except BaseException:
-            self.close()
-            raise
-
-    def _submit(self, samples: int) -> None:
-        assert self._pool is not None
-        self._pending.append((samples, self._pool.submit(self._make, samples)))
-
-    def _make(self, samples: int) -> Batch:
-        batch = self._build(samples)
-        return batch.pinned() if self._pin_memory else batch
-
-    def close(self) -> None:
-        self._pending.clear()
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-        self._pool = None

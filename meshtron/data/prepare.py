@@ -9,25 +9,21 @@ come; after a kill the same command cuts off what the journal does not know and 
 import fcntl
 import hashlib
 import json
-import multiprocessing
 import os
 import shutil
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import xxhash
 from tokenizers import Tokenizer
 
-from meshtron.data.documents import BadRecord, Record, Selection, TextFile, find_files, read_records
-from meshtron.data.encode import Encoded, EncodeOptions, Encoder, Segment
-from meshtron.data.shards import HEADER, Header, ShardWriter, dtype_name, publish, write_synced
+from meshtron.data.chunks import cut_chunks, encode_chunks
+from meshtron.data.documents import Selection, TextFile, find_files
+from meshtron.data.encode import Encoded, EncodeOptions, text_keys
+from meshtron.data.shard_writer import ShardWriter, publish, write_synced
+from meshtron.data.shards import HEADER, Header, dtype_name
 from meshtron.data.tokenizer import (
     copy_companions,
     end_of_text_id,
@@ -37,11 +33,9 @@ from meshtron.data.tokenizer import (
     train_tokenizer,
     vocabulary_size,
 )
+from meshtron.data.tokenizer_sample import sample_texts
 from meshtron.errors import DataError
 
-CHUNK_BYTES = 1 << 19
-CHUNK_RECORDS = 1 << 12
-TOKENIZER_SAMPLE_BYTES = 10_000_000
 _JOURNAL = "journal.json"
 _JOURNAL_INTERVAL_S = 5.0
 _LOCATION = {"jsonl": "line", "json": "element", "text": ""}
@@ -69,6 +63,11 @@ class PrepareOptions:
     """Worker processes; 0 for one a core. 1 works in this process."""
     selection: Selection = field(default_factory=Selection)
     max_shard_tokens: int = 1 << 28
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """What is read of a row."""
+        return text_keys(self.text_key, self.prompt_key, self.completion_key)
 
 
 @dataclass(kw_only=True)
@@ -126,8 +125,7 @@ def prepare_corpus(
 def _check(options: PrepareOptions) -> None:
     if (options.tokenizer is None) == (options.train_tokenizer is None):
         raise DataError("give either --tokenizer or --train-tokenizer")
-    if (options.prompt_key is None) != (options.completion_key is None):
-        raise DataError("--prompt-key and --completion-key go together")
+    text_keys(options.text_key, options.prompt_key, options.completion_key)
     if not 0 <= options.val_fraction < 1:
         raise DataError(f"--val-fraction {options.val_fraction}: expected at least 0 and below 1")
 
@@ -193,40 +191,19 @@ class _Preparation:
             assert self.options.train_tokenizer is not None
             self.progress.phase = "training the tokenizer"
             self.watch(self.progress)
-            tokenizer = train_tokenizer(self._sample(), self.options.train_tokenizer)
+            texts = sample_texts(self.files, self.options.keys)
+            tokenizer = train_tokenizer(texts, self.options.train_tokenizer)
             self.progress.phase = "tokenizing"
         temporary = self.folder / "tokenizer.json.new"
         write_synced(temporary, tokenizer.to_str(pretty=True).encode())
         os.rename(temporary, place)
         return load_tokenizer(place)
 
-    def _sample(self) -> Iterator[str]:
-        """Texts to train the tokenizer on: all of a small corpus, of a large one an even part of about 10
-        MB."""
-        share = min(1.0, TOKENIZER_SAMPLE_BYTES / max(1, self.progress.total_bytes))
-        keys: tuple[str, ...] = (self.options.text_key,)
-        if self.options.prompt_key is not None and self.options.completion_key is not None:
-            keys = (self.options.prompt_key, self.options.completion_key)
-        taken = 0
-        for file in self.files:
-            for number, record in enumerate(read_records(file, keys)):
-                if isinstance(record, BadRecord):
-                    continue  # reported when it is tokenized
-                if xxhash.xxh3_64_intdigest(f"{file.path}:{number}".encode()) / 2**64 >= share:
-                    continue
-                for text in _texts(record, file.kind, keys):
-                    taken += len(text)
-                    yield text
-                if taken > 2 * TOKENIZER_SAMPLE_BYTES:  # compressed inputs and streams hide their size
-                    return
-
     def _encode_options(self, tokenizer: Tokenizer) -> EncodeOptions:
         options = self.options
         where = options.tokenizer
         return EncodeOptions(
-            text_key=options.text_key,
-            prompt_key=options.prompt_key,
-            completion_key=options.completion_key,
+            keys=options.keys,
             eos_id=end_of_text_id(tokenizer, where, options.eos_token),
             bos_id=None if options.bos_token is None else special_id(tokenizer, options.bos_token),
             vocab_size=vocabulary_size(tokenizer),
@@ -258,8 +235,8 @@ class _Preparation:
     ) -> None:
         self.progress.done_bytes = sum(file.size for file in self.files[: after[0]])
         last_journal = time.monotonic()
-        chunks = _chunks(self.files, self.encoding.keys, after)
-        for position, encoded in _encode_all(chunks, tokenizer.to_str(), self.encoding, self.options.workers):
+        chunks = cut_chunks(self.files, self.encoding.keys, after)
+        for position, encoded in encode_chunks(chunks, tokenizer.to_str(), self.encoding, self.options.workers):
             self._write(encoded, writers)
             self._report(position, writers)
             if time.monotonic() - last_journal > _JOURNAL_INTERVAL_S:
@@ -327,106 +304,3 @@ class _Preparation:
                 shutil.copyfile(self.folder / "tokenizer.json", writer.folder / "tokenizer.json")
         (self.folder / _JOURNAL).unlink(missing_ok=True)
         return headers["train"]
-
-
-def _texts(record: Record, kind: str, keys: Sequence[str]) -> list[str]:
-    """The texts in a record, or none where it is not readable; for the tokenizer's training only."""
-    try:
-        if isinstance(record, bytes) and kind == "text":
-            return [record.decode()]
-        row = json.loads(record) if isinstance(record, bytes) else record
-        return [row[key] for key in keys if isinstance(row.get(key), str)] if isinstance(row, dict) else []
-    except ValueError:
-        return []
-
-
-Position = tuple[int, int]
-"""Number of a file, and of the record in it that comes next."""
-
-
-def _chunks(files: list[TextFile], keys: Sequence[str], after: Position) -> Iterator[tuple[Position, list[Segment]]]:
-    """Records of all files from a position on, in chunks of bounded size, each with the position behind
-    it."""
-    segments: list[Segment] = []
-    num_bytes = num_records = 0
-    for number in range(after[0], len(files)):
-        first = after[1] if number == after[0] else 0
-        records: list[Record | BadRecord] = []
-        place = 0
-        for place, record in enumerate(read_records(files[number], keys), 1):
-            if place <= first:
-                continue
-            records.append(record)
-            num_records += 1
-            num_bytes += len(record) if isinstance(record, bytes) else _size(record)
-            if num_bytes >= CHUNK_BYTES or num_records >= CHUNK_RECORDS:
-                segments.append(
-                    Segment(file=number, kind=files[number].kind, first=place - len(records), records=records)
-                )
-                yield (number, place), segments
-                segments, records, num_bytes, num_records = [], [], 0, 0
-        if records:
-            segments.append(
-                Segment(file=number, kind=files[number].kind, first=place - len(records), records=records)
-            )
-    yield (len(files), 0), segments
-
-
-def _size(record: dict | BadRecord) -> int:
-    return sum(len(value) for value in record.values() if isinstance(value, str)) if isinstance(record, dict) else 0
-
-
-def _encode_all(
-    chunks: Iterator[tuple[Position, list[Segment]]],
-    tokenizer_json: str,
-    options: EncodeOptions,
-    workers: int,
-) -> Iterator[tuple[Position, Encoded]]:
-    """Encode chunks, by several processes, and give the results in the order of the chunks."""
-    workers = workers or len(os.sched_getaffinity(0))
-    if workers == 1:
-        encoder = Encoder(tokenizer_json, options)
-        for position, segments in chunks:
-            yield position, encoder.encode(segments)
-        return
-    pool = ProcessPoolExecutor(
-        workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_start_worker,
-        initargs=(tokenizer_json, options),
-    )
-    waiting: deque[tuple[Position, Future[Encoded]]] = deque()
-    try:
-        for position, segments in chunks:
-            waiting.append((position, pool.submit(_encode, segments)))
-            if len(waiting) >= 2 * workers + 2:
-                position, future = waiting.popleft()
-                yield position, future.result()
-        while waiting:
-            position, future = waiting.popleft()
-            yield position, future.result()
-    except BrokenProcessPool:
-        raise DataError("a tokenizing process died (out of memory?); the same command goes on where it was") from None
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-_encoder: list[Encoder] = []  # of a worker process
-
-
-def _start_worker(tokenizer_json: str, options: EncodeOptions) -> None:
-    """Set up a worker: one thread, and an end when the parent is gone."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _encoder.append(Encoder(tokenizer_json, options))
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def end_with_parent() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-def _encode(segments: list[Segment]) -> Encoded:
-    return _encoder[0].encode(segments)

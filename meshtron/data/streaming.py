@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from meshtron.data.encode import EncodeOptions, Encoder, Segment
+from meshtron.data.encode import EncodeOptions, Encoder, Segment, text_keys
+from meshtron.data.readers import open_hub
 from meshtron.data.samples import Sample, Windows
 from meshtron.data.tokenizer import end_of_text_id, load_tokenizer, vocabulary_size
 from meshtron.errors import DataError
@@ -94,14 +95,12 @@ class HubTokens:
         self.name = f"hf:{name}"
         loaded = load_tokenizer(tokenizer)
         self.encoding = EncodeOptions(
-            text_key=text_key,
-            prompt_key=prompt_key,
-            completion_key=completion_key,
+            keys=text_keys(text_key, prompt_key, completion_key),
             eos_id=end_of_text_id(loaded, tokenizer),
             vocab_size=vocabulary_size(loaded),
         )
         self._encoder = Encoder(loaded.to_str(), self.encoding)
-        self._rows = _load(self.name, name, self.encoding.keys, options)
+        self._rows = _select(self.name, open_hub(name, **options), self.encoding.keys)
         self._row = 0
         self._iterator = iter(self._rows)
         self._begin = self.state()
@@ -146,20 +145,13 @@ class HubTokens:
             raise DataError(f"{self.name}: cannot be read behind row {self._row} ({error})") from error
 
 
-def _load(shown: str, name: str, keys: tuple[str, ...], options: dict[str, Any]) -> Any:
-    import datasets
-
-    path, _, split = name.partition(":")
-    try:
-        rows = datasets.load_dataset(path, split=split or "train", streaming=True, **options)
-    except Exception as error:  # the library raises whatever its loaders and the network do
-        raise DataError(f"{shown}: cannot be opened by the datasets library ({error})") from error
-    if rows.column_names:  # it may not know them
-        missing = [key for key in keys if key not in rows.column_names]
-        if missing:
-            raise DataError(f"{shown}: no column {missing[0]!r}; there are {', '.join(rows.column_names)}")
-        rows = rows.select_columns(list(keys))
-    return rows
+def _select(name: str, rows: Any, keys: tuple[str, ...]) -> Any:
+    if not rows.column_names:  # a stream may not know them
+        return rows
+    missing = [key for key in keys if key not in rows.column_names]
+    if missing:
+        raise DataError(f"{name}: no column {missing[0]!r}; there are {', '.join(rows.column_names)}")
+    return rows.select_columns(list(keys))
 
 
 @dataclass(frozen=True, kw_only=True)
