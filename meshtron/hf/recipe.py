@@ -33,20 +33,21 @@ def fill_from_hf(recipe: Recipe) -> Recipe:
 
     Raises:
         CheckpointError: the folder's config.json is missing or not supported.
-        RecipeError: a key of the recipe contradicts the folder.
+        RecipeError: keys of the recipe contradict the folder; a line for each.
     """
     section = recipe.model
     if not section.from_hf:
         return recipe
     found = section_values(*read_config(Path(section.from_hf)))
-    for key in section.model_fields_set & found.keys():
-        value = getattr(section, key)
-        if value != found[key] and key not in ADJUSTABLE:
-            raise RecipeError(
-                f"model.{key}: {value!r}, but {section.from_hf}/config.json has {found[key]!r}: "
-                f"leave model.{key} out when model.from_hf is set"
-            )
     kept = {key: getattr(section, key) for key in section.model_fields_set}
+    wrong = [
+        f"model.{key}: {kept[key]!r}, but {section.from_hf}/config.json has {value!r}: "
+        f"leave model.{key} out when model.from_hf is set"
+        for key, value in found.items()
+        if kept.get(key, value) != value and key not in ADJUSTABLE
+    ]
+    if wrong:
+        raise RecipeError("\n".join(wrong))
     return recipe.model_copy(update={"model": ModelSection(**(found | kept))})
 
 
