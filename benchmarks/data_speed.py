@@ -77,11 +77,13 @@ def prepare_beside_library(folder: Path, megabytes: float, vocab_size: int, repe
         "meshtron prepare": prepare,
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
+    cpu: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeats):
         for name, way in ways.items():
-            started = time.perf_counter()
+            started, used = time.perf_counter(), sum(os.times()[:4])
             way()
             times[name].append(time.perf_counter() - started)
+            cpu[name].append(sum(os.times()[:4]) - used)
     seconds = {name: statistics.median(found) for name, found in times.items()}
     return {
         "documents": len(texts),
@@ -89,6 +91,7 @@ def prepare_beside_library(folder: Path, megabytes: float, vocab_size: int, repe
         "tokens": tokens,
         "megabytes_per_s": {name: text_bytes / 1e6 / found for name, found in seconds.items()},
         "tokens_per_s": {name: tokens / found for name, found in seconds.items()},
+        "cpu_s": {name: statistics.median(found) for name, found in cpu.items()},
         "seconds": times,
     }
 
@@ -199,7 +202,10 @@ def report_prepare(found: dict[str, Any], cores: int) -> None:
     mine = found["megabytes_per_s"]["meshtron prepare"]
     for name, speed in found["megabytes_per_s"].items():
         tokens_per_s = found["tokens_per_s"][name]
-        print(f"{name:<30} {speed:7.2f} MB/s {tokens_per_s:>12,.0f} tokens/s   prepare is {mine / speed:.0%} of it")
+        print(
+            f"{name:<30} {speed:7.2f} MB/s {tokens_per_s:>12,.0f} tokens/s, {found['cpu_s'][name]:.1f} s of CPU;  "
+            f"prepare is {mine / speed:.0%} of it"
+        )
 
 
 if __name__ == "__main__":
