@@ -180,12 +180,13 @@ def prepare_layers(recipe: Recipe, model: Model) -> None:
     training = recipe.training
     for stage in model.stages:
         layers = list(stage.get_submodule(model.spec.stages.layers).children())
-        compiled = layers if recipe.parallel.tp == 1 else parts_of(layers)
-        # Which operators "selective" keeps can be chosen inside compiled code only by the compiler.
+        tensor_parallel = recipe.parallel.tp > 1
+        compiled = parts_of(layers) if tensor_parallel else layers
+        # In compiled code it is the compiler that keeps what "selective" says, so the choice goes inside.
         selective_inside = training.compile and training.activation_checkpointing == "selective"
         recompute_layers(compiled if selective_inside else layers, training.activation_checkpointing)
         if training.compile:
-            compile_layers(compiled)
+            compile_layers(compiled, tensor_parallel=tensor_parallel)
 
 
 def build_loss(recipe: Recipe, mesh: DeviceMesh, model: Model, optimizer: ZeroOptimizer) -> Any:

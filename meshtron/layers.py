@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -67,8 +68,16 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def compile_layers(layers: Iterable[nn.Module]) -> None:
-    """Compile each layer in place at its next call, for static shapes; alike layers share the compiled code."""
+def compile_layers(layers: Iterable[nn.Module], *, tensor_parallel: bool) -> None:
+    """Compile each layer in place at its next call, for static shapes; alike layers share the compiled code.
+
+    Args:
+        layers: modules to compile.
+        tensor_parallel: whether they hold DTensors. AOTAutograd's cache on disk is then left out, in this process from
+            here on: it has handed out backward passes of other runs, with wrong gradients (seen with torch 2.13).
+    """
+    if tensor_parallel:
+        torch._functorch.config.enable_autograd_cache = False
     for layer in layers:
         layer.compile(dynamic=False)
 

@@ -136,25 +136,36 @@ def test_bfloat16_follows_float32():
     assert max(abs(a - b) for a, b in zip(narrow, wide, strict=True)) < 0.05
 
 
-def graphs_by_step(mode: str, mesh: str) -> list[int]:
+def compiled_steps(options: dict) -> tuple[list[int], list[float]]:
+    """Graphs compiled by the end of each of three steps, and each step's loss."""
     from torch._dynamo import reset
     from torch._dynamo.utils import counters
 
     reset()
     counters.clear()
-    options = {"mesh": mesh, "training.compile": True, "training.activation_checkpointing": mode}
-    recipe = recipe_of(options | {"training.param_dtype": "float32"}).resolve(torch.distributed.get_world_size())
-    job = build_job(recipe, torch.device("cpu"))
-    counts = []
+    job = build_job(recipe_of(options).resolve(torch.distributed.get_world_size()), torch.device("cpu"))
+    graphs, losses = [], []
     for step in range(3):
-        forward_backward(job, batch_of(job, "ragged", step))
+        losses.append(float(forward_backward(job, batch_of(job, "ragged", step))))
         job.optimizer.step()
-        counts.append(counters["stats"]["unique_graphs"])
-    return counts
+        graphs.append(counters["stats"]["unique_graphs"])
+    return graphs, losses
 
 
 @pytest.mark.parametrize(("mode", "mesh"), [("none", "1x1x1"), ("selective", "1x1x2"), ("full", "1x1x2")])
 def test_layers_share_compiled_graphs_and_are_not_compiled_again(mode, mesh):
-    for first, *later in run_ranks(graphs_by_step, int(mesh[-1]), mode, mesh):
+    options = {
+        "mesh": mesh,
+        "labels": "ragged",
+        "training.compile": True,
+        "training.activation_checkpointing": mode,
+        "training.micro_batch_size": 4,
+        "model.num_hidden_layers": 2,
+        "optimizer.lr": 0.1,  # so that the second loss tells much of the first gradients
+        "optimizer.grad_clip": 0.0,
+    }
+    expected = plain(options).losses
+    for (first, *later), losses in run_ranks(compiled_steps, int(mesh[-1]), options):
         assert 1 <= first <= 4
         assert later == [first] * 2
+        torch.testing.assert_close(losses[: len(expected)], expected, rtol=1e-10, atol=0)
