@@ -73,8 +73,8 @@ def compile_layers(layers: Iterable[nn.Module], *, tensor_parallel: bool) -> Non
 
     Args:
         layers: modules to compile.
-        tensor_parallel: whether they hold DTensors. AOTAutograd's cache on disk is then left out, in this process from
-            here on: it has handed out backward passes of other runs, with wrong gradients (seen with torch 2.13).
+        tensor_parallel: whether they hold DTensors. AOTAutograd's cache on disk is then left out, for the rest of
+            this process: it has handed out backward passes of other runs, with wrong gradients (torch 2.13).
     """
     if tensor_parallel:
         torch._functorch.config.enable_autograd_cache = False
