@@ -99,7 +99,7 @@ def measure_rank(layout: str, steps: int, against_plain: bool) -> dict[str, floa
         stream = RandomBatches(recipe, job.mesh.get_local_rank("dp"))
         inside = [0.0]
         parts = [(job.runner, "step"), (job.optimizer, "clip_grad_norm"), (job.optimizer, "step")]
-        parts += [(loop, "valid_tokens"), (loop, "total_over_ranks")]  # two all-reduces of one number
+        parts += [(loop, "valid_tokens"), (loop, "total_loss")]  # two all-reduces of one number
         for owner, name in parts:
             _time_calls(owner, name, inside)
         plain = PlainTorch(recipe) if against_plain else None

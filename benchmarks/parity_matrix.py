@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the plain reference is the tests'
 
 from meshtron.errors import MeshtronError
-from meshtron.parallel.pipeline import SCHEDULES
+from meshtron.parallel.schedules import SCHEDULES
 from meshtron.testing import run_ranks
 from tests.combinations import plain, recipe_of, sharded
 from tests.layouts import Curve
