@@ -3,8 +3,8 @@ VENV   ?= .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-# On Linux PyPI's torch is the CUDA build. Without a GPU, torch's own index of CPU builds saves gigabytes:
-#   make install TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# On Linux the torch of the usual index is the CUDA build. Without a GPU, TORCH_INDEX=URL with the address of
+# PyTorch's own index of CPU builds saves gigabytes.
 TORCH_INDEX ?=
 
 .PHONY: help install check test demo docs clean

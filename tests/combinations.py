@@ -15,7 +15,8 @@ from meshtron.build import Job, build_job, norm_type_of
 from meshtron.data import Batch
 from meshtron.initialize import init_weights
 from meshtron.loop import forward_backward
-from meshtron.models.llama import Llama, config_of, init_std
+from meshtron.models import model_spec
+from meshtron.models.llama import Llama, init_std
 from meshtron.optim import set_learning_rate
 from meshtron.recipe import Recipe
 from tests.layouts import Curve
@@ -125,7 +126,7 @@ def sharded(options: Mapping[str, Any]) -> Curve:
 def plain(options: Mapping[str, Any]) -> Curve:
     """The same run in plain torch."""
     recipe = recipe_of(options)
-    config = config_of(recipe.model.model_dump())
+    config = model_spec(recipe.model.family).config(recipe.model.model_dump())
     model = Llama(config).to(getattr(torch, recipe.training.param_dtype))
     init_weights([model], seed=recipe.run.seed, std=lambda name: init_std(config, name))
     optim = recipe.optimizer
