@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from kernel_times import exposed, kind_of
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -119,16 +120,16 @@ def measure(job: Job, stream: Any, warmup: int, steps: int) -> dict[str, Any]:
         "step_ms": 1e3 * (time.perf_counter() - started) / steps,
         "memory_gib": memory_gib(job.device),
     }
+    if outcome is not None:
+        result["loss"], result["grad_norm"] = outcome.loss.item(), outcome.grad_norm.item()
     if job.recipe.parallel.pp == 1:
         marks = Marks(job.device)
         mark_phases(job, stream, marks)
         marks("other")
         for _ in range(steps):
-            outcome = train_step(job, stream, progress)
+            train_step(job, stream, progress)
             marks("other")
         result["phases_ms"] = marks.milliseconds(steps)
-    if outcome is not None:
-        result["loss"], result["grad_norm"] = outcome.loss.item(), outcome.grad_norm.item()
     return result
 
 
@@ -148,27 +149,17 @@ def measure_kernels(job: Job, stream: Any, steps: int, most: int) -> dict[str, A
     kinds: dict[str, float] = defaultdict(float)
     for name, (ms, _) in times.items():
         kinds[kind_of(name)] += ms
+    spans = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in profile.events() or ()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
     longest = sorted(times.items(), key=lambda item: -item[1][0])[:most]
     return {
         "kinds_ms": {kind: round(ms, 3) for kind, ms in sorted(kinds.items(), key=lambda item: -item[1])},
+        "exposed_communication_ms": exposed(spans) / 1e3 / steps,
         "kernels_ms": [[name[:120], round(ms, 3), count] for name, (ms, count) in longest],
     }
-
-
-KINDS = {
-    "matrix products": ("gemm", "nvjet", "cutlass_80", "cutlass_90", "splitK", "scaled_mm", "wgrad"),
-    "attention": ("flash", "fmha", "sdpa", "attention", "cudnn"),
-    "optimizer": ("_adamw", "_squares"),
-    "loss": ("_rows", "_scale_unless_one"),
-    "embedding": ("embedding", "radix", "DeviceRadixSort", "krn_partial", "compute_grad_weight", "index"),
-    "copies": ("memcpy", "Memcpy", "Memset", "copy_kernel"),
-    "compiled element-wise": ("triton_",),
-}
-
-
-def kind_of(kernel: str) -> str:
-    """The first kind of ``KINDS`` that a kernel's name fits."""
-    return next((kind for kind, parts in KINDS.items() if any(part in kernel for part in parts)), "other")
 
 
 def mark_phases(job: Job, stream: Any, marks: Marks) -> None:
