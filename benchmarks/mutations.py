@@ -49,13 +49,6 @@ MUTATIONS = (
         f"{_OPTION} -k 'tie_word_embeddings and 1F1B'",
     ),
     Mutation(
-        "the tie is lost when parameters get their memory",
-        "meshtron/initialize.py",
-        "    retie(stages, stages.ties)\n",
-        "",
-        "tests/test_guarantees.py::test_a_vocabulary_of_50257_needs_no_padding[True]",
-    ),
-    Mutation(
         "parameters replicated over tp count on every tp rank in the norm",
         "meshtron/parallel/zero.py",
         "(sharded_over_tp or self._tp.rank == 0) and",
@@ -96,13 +89,6 @@ MUTATIONS = (
         "                    piece.local[span].view(view.shape).copy_(view)",
         "                    pass",
         f"{_LAYOUT}[1x2x1]",
-    ),
-    Mutation(
-        "gradients of a weight pass are not collected",
-        "meshtron/parallel/zero.py",
-        "        self.stages.after_weight_pass.append(self.collect)\n",
-        "",
-        f"{_OPTION} -k 'ZBVZeroBubble and masked'",
     ),
     Mutation(
         "documents see their neighbours",
