@@ -49,6 +49,13 @@ MUTATIONS = (
         f"{_OPTION} -k 'tie_word_embeddings and 1F1B'",
     ),
     Mutation(
+        "gradients of a weight pass are not collected",
+        "meshtron/parallel/zero.py",
+        "        self.stages.after_weight_pass.append(self.collect)\n",
+        "",
+        "tests/test_guarantees.py -k materialisation",
+    ),
+    Mutation(
         "parameters replicated over tp count on every tp rank in the norm",
         "meshtron/parallel/zero.py",
         "(sharded_over_tp or self._tp.rank == 0) and",

@@ -60,7 +60,8 @@ def test_tiny_recipe_takes_every_split_of_1_2_4_and_8_ranks():
             for tp in (1, 2, 4, 8):
                 if ranks % (pp * tp) == 0:
                     overrides = [f"parallel.pp={pp}", f"parallel.tp={tp}"]
-                    load_recipe(RECIPES / "tiny_llama.toml", overrides).resolve(ranks)
+                    parallel = load_recipe(RECIPES / "tiny_llama.toml", overrides).resolve(ranks).parallel
+                    assert parallel.pp * parallel.dp * parallel.tp == ranks
 
 
 def test_memory_follows_the_layout():

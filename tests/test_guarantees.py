@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from meshtron.build import build_job
+from meshtron.build import build_job, build_model, layout_of
 from meshtron.errors import LayoutError
 from meshtron.loop import forward_backward, train
+from meshtron.mesh import build_mesh
 from meshtron.parallel.placement import local_part
 from meshtron.resume import seed_rng
 from meshtron.testing import run_ranks
@@ -103,6 +104,27 @@ def test_a_tied_model_resumes_where_both_ends_share_a_rank_and_back(tmp_path):
         )
         run_ranks(train, recipe.parallel.pp * recipe.parallel.dp * recipe.parallel.tp, recipe)
     torch.testing.assert_close([line["loss"] for line in logged(tmp_path)], expected, rtol=1e-5, atol=0)
+
+
+def ends_and_leftovers() -> tuple[bool, int]:
+    """Whether this rank has both ends of a tie as one parameter; gradients that a weight pass left in ``.grad``."""
+    options = {"mesh": "2x1x1 ZBVZeroBubble", "labels": "all", "model.tie_word_embeddings": True}
+    recipe = recipe_of(options | {"training.micro_batch_size": 4}).resolve(2)
+    mesh, device = build_mesh(layout_of(recipe), "cpu"), torch.device("cpu")
+    ends = [
+        module.weight
+        for stage in build_model(recipe, mesh, device).stages
+        for name, module in stage.named_modules()
+        if name in ("embed_tokens", "lm_head") and hasattr(module, "weight")
+    ]
+    job = build_job(recipe, device)
+    forward_backward(job, batch_of(job, "all", 0))
+    left = [p for stage in job.model.stages for p in stage.parameters() if p.grad is not None]
+    return len(ends) == 2 and ends[0] is ends[1], len(left)
+
+
+def test_a_tie_survives_materialisation_and_weight_passes_leave_nothing_to_be_summed_in_bf16():
+    assert run_ranks(ends_and_leftovers, 2) == [(True, 0), (False, 0)]
 
 
 def random_numbers() -> float:

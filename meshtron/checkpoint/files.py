@@ -84,15 +84,6 @@ def hash_file(path: Path) -> FileRecord:
     return FileRecord(size=size, xxh3_128=digest.hexdigest())
 
 
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable: what was created, renamed or removed in it stays so after a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def bytes_of(tensor: Tensor) -> Tensor:
     """The elements of a tensor in row-major order as a flat uint8 tensor on the same device; a view if it can be."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -15,8 +15,8 @@ import re
 import shutil
 from pathlib import Path
 
-from meshtron.checkpoint.files import sync_folder
 from meshtron.checkpoint.manifest import MANIFEST, is_whole
+from meshtron.durable import sync_folder
 from meshtron.errors import CheckpointError
 
 log = logging.getLogger(__name__)

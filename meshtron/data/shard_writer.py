@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from meshtron.data.shards import DTYPES, Shard, dtype_name
+from meshtron.durable import sync_folder
 from meshtron.errors import DataError
 
 
@@ -109,17 +110,9 @@ def publish(folder: Path, place: Path) -> None:
         DataError: something is at ``place`` already.
     """
     for path in [*(entry for entry in folder.rglob("*") if entry.is_dir()), folder]:
-        _sync_folder(path)
+        sync_folder(path)
     try:
         os.rename(folder, place)
     except OSError:
         raise DataError(f"{place}: there already; remove it or choose another --out") from None
-    _sync_folder(place.parent)
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(place.parent)
