@@ -141,7 +141,8 @@ def test_dropout_is_equal_within_a_tp_group_and_different_over_dp():
 
 
 def losses_of(dtype: str, steps: int) -> list[float]:
-    recipe = recipe_of({"mesh": "1x2x1", "training.param_dtype": dtype, "optimizer.lr": 3e-3}).resolve(2)
+    options = {"mesh": "1x2x1", "training.param_dtype": dtype, "optimizer.lr": 3e-3, "optimizer.eps": 1e-6}
+    recipe = recipe_of(options).resolve(2)
     job = build_job(recipe, torch.device("cpu"))
     curve = []
     for step in range(steps):
