@@ -1,8 +1,11 @@
 """Look at one rank while the others wait: a debugger, or a function that prints what this rank holds."""
 
+import bdb
 import os
+import pdb
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from torch import distributed as dist
@@ -17,7 +20,7 @@ DEBUG_PORT = "MESHTRON_DEBUG_PORT"
 def inspect_rank(rank: int | None = None, look: Callable[[], Any] | None = None) -> None:
     """Stop every rank while rank ``rank`` runs ``look`` or is in a debugger; the others wait without a time limit.
 
-    Every rank makes the call. Without ``look`` the rank enters pdb at the line after the call, or, where
+    Every rank makes the call. Without ``look`` the rank enters pdb where the call stands, or, where
     ``MESHTRON_DEBUG_PORT`` is set, waits for an editor to attach to that port and breaks there. The others go on when
     the rank does. To stop at breakpoints later on as well, set ``MESHTRON_DEBUG_RANK`` for the whole run: the process
     group is then made without a time limit, and train.py stops that rank before its first step.
@@ -51,10 +54,8 @@ def inspect_rank(rank: int | None = None, look: Callable[[], Any] | None = None)
 def _debug(rank: int) -> None:
     port = os.environ.get(DEBUG_PORT)
     if port is None:
-        import pdb
-
-        print(f"rank {rank}: up leads to the caller, continue lets all ranks go on", file=sys.stderr, flush=True)
-        pdb.Pdb(skip=[__name__]).set_trace(sys._getframe(2))
+        print(f"rank {rank}: continue lets all ranks go on", file=sys.stderr, flush=True)
+        _CallerPdb(skip=["bdb", "pdb", __name__]).look(sys._getframe(2))
         return
     try:
         import debugpy
@@ -64,3 +65,24 @@ def _debug(rank: int) -> None:
     print(f"rank {rank}: waiting for an editor on port {port}", file=sys.stderr, flush=True)
     debugpy.wait_for_client()
     debugpy.breakpoint()
+
+
+class _CallerPdb(pdb.Pdb):
+    """pdb in the frame of whoever called ``inspect_rank``, before that call returns and lets the others go on.
+
+    ``set_trace`` would stop at the next line that runs: inside this module or torch, or only after the call.
+    """
+
+    def look(self, frame: FrameType) -> None:
+        self.reset()
+        self.interaction(frame, None)
+        if self.quitting:
+            raise bdb.BdbQuit
+        goes_on = self.stoplineno == -1  # how bdb writes down ``continue``; next and step leave another value
+        if goes_on and not self.breaks:
+            return
+        self.set_trace(frame)
+        if goes_on:
+            self.set_continue()
+        else:
+            self.set_next(frame)

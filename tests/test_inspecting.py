@@ -13,14 +13,15 @@ import meshtron as mt
 from meshtron.testing import run_ranks
 
 PROGRAM = """
-import datetime, time, torch, meshtron as mt
+import pathlib, torch, meshtron as mt
 from meshtron.world import process_group
 with process_group(torch.device("cpu")):
-    shard = torch.full((2,), float(torch.distributed.get_rank()))
+    rank = torch.distributed.get_rank()
+    shard = torch.full((2,), float(rank))
     mt.inspect_rank()
     total = shard.clone()
     torch.distributed.all_reduce(total)
-    print("total", total.tolist())
+    pathlib.Path(f"rank-{rank}").write_text(str(total.tolist()))
 """
 
 
@@ -52,15 +53,19 @@ def test_the_environment_names_a_rank_for_pdb_under_torchrun(tmp_path):
     program.write_text(PROGRAM)
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)],
-        input="p shard.tolist()\nc\n",
+        input="p shard.tolist()\nn\np 'stepped', shard.tolist()\nb 9\nc\np 'broke', total.tolist()\nc\n",
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         env=os.environ
         | {"MESHTRON_DEBUG_RANK": "1", "PYTHONPATH": str(Path(mt.__file__).parents[1]), "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    assert "[1.0, 1.0]" in done.stdout
-    assert done.stdout.count("total [1.0, 1.0]") == 2
+    assert "mt.inspect_rank()" in done.stdout  # pdb stands where the user's call stands
+    assert "[1.0, 1.0]\n" in done.stdout
+    assert "('stepped', [1.0, 1.0])" in done.stdout
+    assert "('broke', [1.0, 1.0])" in done.stdout
+    assert [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)] == ["[1.0, 1.0]"] * 2
 
 
 def test_an_environment_that_is_no_rank_is_refused(monkeypatch):
