@@ -6,6 +6,8 @@ STAMP  := $(VENV)/.installed
 # On Linux the torch of the usual index is the CUDA build. Without a GPU, TORCH_INDEX=URL with the address of
 # PyTorch's own index of CPU builds saves gigabytes.
 TORCH_INDEX ?=
+# Tests that run at the same time; each may start up to 8 ranks of its own.
+JOBS ?= 2
 
 .PHONY: help install check test demo docs clean
 help:
@@ -26,7 +28,7 @@ check: $(STAMP) ## format, lint and types
 	$(BIN)/mypy
 
 test: $(STAMP) ## the whole suite, on CPU
-	OMP_NUM_THREADS=1 $(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal
 
 demo: $(STAMP) ## prepare data, train on 4 ranks, stop, resume at another layout, generate: about 5 minutes on 2 cores
 	$(BIN)/python examples/demo.py

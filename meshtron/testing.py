@@ -29,6 +29,7 @@ _PRELOAD = [
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
 ]
+_frozen_caches: list[Any] = []  # sharding caches that gc.get_objects no longer lists
 _GRACE_S = 1.0  # how long the other ranks may go on after one has failed, to report their own errors
 
 
@@ -46,6 +47,7 @@ def _serve(connection: Connection, path: list[str], directory: str) -> None:
             rank, world_size, store, function, args = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
+        _freeze()
         identity = {
             "RANK": rank,
             "LOCAL_RANK": rank,
@@ -68,16 +70,29 @@ def _serve(connection: Connection, path: list[str], directory: str) -> None:
         connection.send_bytes(message)
 
 
+def _freeze() -> None:
+    """Leave all that is imported by now out of later collections: torch alone makes each 0.2 s long, on every rank."""
+    _frozen_caches.extend(_sharding_caches())
+    gc.freeze()
+
+
+def _sharding_caches() -> list[Any]:
+    """torch.distributed's functions with a cache, of those objects that are not frozen."""
+    return [
+        cached
+        for cached in gc.get_objects()
+        if type(cached) is functools._lru_cache_wrapper  # isinstance would wake deprecated objects of torch
+        and (getattr(cached, "__module__", None) or "").startswith("torch.distributed")
+    ]
+
+
 def _forget_meshes() -> None:
     """Empty torch's caches of sharding decisions: they hold meshes, and so process groups that are gone.
 
     Meshes of equal shape compare equal, so a later call would be handed the earlier call's mesh.
     """
-    for cached in gc.get_objects():
-        if type(cached) is functools._lru_cache_wrapper:  # isinstance would wake deprecated objects of torch
-            module = getattr(cached, "__module__", None) or ""
-            if module.startswith("torch.distributed"):
-                cached.cache_clear()
+    for cached in _frozen_caches + _sharding_caches():
+        cached.cache_clear()
     clear_fast_path = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # torch 2.13 has it
     if clear_fast_path is not None:
         clear_fast_path()
