@@ -4,7 +4,9 @@ import bdb
 import os
 import pdb
 import sys
+import threading
 from collections.abc import Callable
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -21,9 +23,10 @@ def inspect_rank(rank: int | None = None, look: Callable[[], Any] | None = None)
     """Stop every rank while rank ``rank`` runs ``look`` or is in a debugger; the others wait without a time limit.
 
     Every rank makes the call. Without ``look`` the rank enters pdb where the call stands, or, where
-    ``MESHTRON_DEBUG_PORT`` is set, waits for an editor to attach to that port and breaks there. The others go on when
-    the rank does. To stop at breakpoints later on as well, set ``MESHTRON_DEBUG_RANK`` for the whole run: the process
-    group is then made without a time limit, and train.py stops that rank before its first step.
+    ``MESHTRON_DEBUG_PORT`` is set, waits for an editor to attach to that port of 127.0.0.1 and shows it that line.
+    The others go on when the rank does. To stop at breakpoints later on as well, set ``MESHTRON_DEBUG_RANK`` for
+    the whole run: the process group is then made without a time limit, and train.py stops that rank before its first
+    step.
 
     Args:
         rank: the rank to look at; by default the one in ``MESHTRON_DEBUG_RANK``, and if that is not set nothing is
@@ -31,7 +34,8 @@ def inspect_rank(rank: int | None = None, look: Callable[[], Any] | None = None)
         look: called on that rank, for instance to print shards: ``lambda: print(stage.head.weight.to_local())``.
 
     Raises:
-        MeshtronError: there is no such rank, or an editor is to be waited for and debugpy is not installed.
+        MeshtronError: there is no such rank, or an editor is to be waited for and debugpy is not installed or the
+            port not free.
     """
     rank = debug_rank() if rank is None else rank
     if rank is None:
@@ -57,14 +61,47 @@ def _debug(rank: int) -> None:
         print(f"rank {rank}: continue lets all ranks go on", file=sys.stderr, flush=True)
         _CallerPdb(skip=["bdb", "pdb", __name__]).look(sys._getframe(2))
         return
+    _await_editor(port, rank)
+    _suspend(sys._getframe(2))
+
+
+def _await_editor(port: str, rank: int) -> None:
+    """Return once an editor is attached; one that has stayed attached since an earlier call serves again."""
     try:
         import debugpy
     except ImportError:
         raise MeshtronError(f"{DEBUG_PORT} = {port}: an editor needs debugpy: pip install debugpy") from None
-    debugpy.listen(("127.0.0.1", int(port)))
+    if debugpy.is_client_connected():
+        return
+    _listen(port)
     print(f"rank {rank}: waiting for an editor on port {port}", file=sys.stderr, flush=True)
     debugpy.wait_for_client()
-    debugpy.breakpoint()
+
+
+@cache  # debugpy listens once a process, and goes on doing so
+def _listen(port: str) -> None:
+    import debugpy
+
+    try:
+        debugpy.listen(("127.0.0.1", int(port)))
+    except (ValueError, RuntimeError) as error:
+        raise MeshtronError(f"{DEBUG_PORT} = {port!r}: expected the number of a free port ({error})") from None
+
+
+def _suspend(frame: FrameType) -> None:
+    """Show ``frame`` in the editor, before the call it stands in returns and lets the others go on.
+
+    ``debugpy.breakpoint`` would stop inside this module or only after that call, so debugpy's engine is asked to
+    wait in that frame; with tracing on it would take the first line of its own for the place to stop.
+    """
+    import debugpy
+    import pydevd  # the engine, found once debugpy is imported
+
+    debugger, thread = pydevd.get_global_debugger(), threading.current_thread()
+    debugpy.trace_this_thread(False)
+    debugger.set_suspend(thread, pydevd.CMD_SET_BREAK)
+    debugger.do_wait_suspend(thread, frame, "line", None)
+    debugpy.trace_this_thread(True)
 
 
 class _CallerPdb(pdb.Pdb):
