@@ -71,7 +71,7 @@ def _serve(connection: Connection, path: list[str], directory: str) -> None:
 
 
 def _freeze() -> None:
-    """Leave all that is imported by now out of later collections: torch alone makes each 0.2 s long, on every rank."""
+    """Leave all that is imported by now out of later collections: torch alone makes each of them 0.2 s long."""
     _frozen_caches.extend(_sharding_caches())
     gc.freeze()
 
