@@ -1,6 +1,7 @@
 """Code in the pages: Python runs, TOML is a recipe's, and commands name programs and options that exist."""
 
 import re
+import runpy
 import shlex
 import tomllib
 from pathlib import Path
@@ -8,7 +9,9 @@ from pathlib import Path
 import pytest
 import typer.main
 
+import meshtron
 from meshtron.cli import app
+from meshtron.comparison import launch, worker
 from meshtron.recipe import Recipe
 from meshtron.testing import run_ranks
 
@@ -28,8 +31,11 @@ BASE = {
 }
 
 
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+def blocks(page: Path, language: str, before: str = "") -> list[str]:
+    """Code blocks of a page, or of its part before a line."""
+    text = page.read_text(encoding="utf-8")
+    text = text[: text.index(f"\n{before}\n")] if before else text
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def run_blocks(name: str) -> int:
@@ -46,6 +52,26 @@ def test_python_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ranks = RANKS.get(page.name)
     assert run_ranks(run_blocks, ranks, page.name)[0] if ranks else run_blocks(page.name)
+
+
+def test_each_of_the_five_steps_ends_with_a_parity_that_holds(tmp_path, monkeypatch):
+    """The page's program up to the training, run as a program, on ranks that are alive already."""
+    monkeypatch.setattr(launch, "_torchrun", lambda ranks, folder: run_ranks(worker.main, ranks, folder))
+    reports = []
+    monkeypatch.setattr(meshtron, "print_report", reports.append)
+    program = tmp_path / "five_steps.py"
+    program.write_text("\n\n".join(blocks(ROOT / "docs/your-model.md", "python", before="## Train it")))
+    runpy.run_path(str(program), run_name="__main__")
+    assert [[outcome.name for outcome in report.outcomes[1:]] for report in reports] == [
+        ["1x2x1"],
+        ["1x2x1"],
+        ["2x1x1 1F1B", "2x1x1 ZBVZeroBubble"],
+        ["1x1x2"],
+        ["2x2x2 1F1B"],
+    ]
+    assert all(report.equal for report in reports)
+    for report in reports:  # nor does a step change what one process computes
+        assert report.outcomes[0].losses == pytest.approx(reports[0].outcomes[0].losses, rel=1e-12)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "toml")], ids=lambda page: page.name)
