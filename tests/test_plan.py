@@ -38,6 +38,12 @@ def test_right_plans_pass(tp):
     mt.check_plan(gpt2(), example("train").PLAN, tp)
 
 
+def test_a_module_that_torchs_style_does_not_take_is_named():
+    model = nn.Sequential(nn.Conv1d(8, 32, 1), nn.GELU(), nn.Conv1d(32, 8, 1))
+    with pytest.raises(mt.PlanError, match=r"0: ColwiseParallel shards nn.Linear and nn.Embedding, found Conv1d"):
+        mt.check_plan(model, {"0": ColwiseParallel(), "2": RowwiseParallel()}, 2)
+
+
 @pytest.mark.parametrize(
     ("forgotten", "message"),
     [

@@ -62,8 +62,9 @@ def check_plan(
             a model of a hundred layers).
 
     Raises:
-        PlanError: a key matches no module, a sharded dim is not a multiple of ``tp``, a column parallel module has no
-            row parallel one after it or the other way round, or a forward pass does not fit one rank's shapes.
+        PlanError: a key matches no module, or one of a kind that its style does not take; a sharded dim is not a
+            multiple of ``tp``; a column parallel module has no row parallel one after it or the other way round; or a
+            forward pass does not fit one rank's shapes.
     """
     styles: dict[str, ParallelStyle] = {}
     for pattern, style in plan.items():
@@ -74,12 +75,22 @@ def check_plan(
                 "correct the key or remove it"
             )
         for name, module in modules:
+            _check_kind(name, module, style)
             _check_divides(name, module, style, tp, must_divide=pattern not in uneven)
             styles[name] = style
     _check_pairs(model, styles)
     if tp > 1 and rehearsal:
         examples = example_ids(model, tp) if example is None else [example]
         any(rehearse(model, styles, tp, given, must_run=example is not None) for given in examples)
+
+
+def _check_kind(name: str, module: nn.Module, style: ParallelStyle) -> None:
+    """torch's own column and row parallel styles know two kinds of module, and say so only when ranks are there."""
+    if type(style) in (ColwiseParallel, RowwiseParallel) and not isinstance(module, nn.Linear | nn.Embedding):
+        raise PlanError(
+            f"{name}: {type(style).__name__} shards nn.Linear and nn.Embedding, found {type(module).__name__}: write "
+            "it as an nn.Linear (a convolution of width 1 is one), plan the layers inside it, or remove the key"
+        )
 
 
 def _check_divides(name: str, module: nn.Module, style: ParallelStyle, tp: int, must_divide: bool) -> None:
