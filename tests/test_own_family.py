@@ -4,13 +4,22 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
+import meshtron
+from meshtron.comparison import compare_recipe, launch, parse_variants, worker
+from meshtron.comparison.subject import synthetic_batch
 from meshtron.errors import RecipeError
+from meshtron.estimate import estimate
 from meshtron.models import model_spec
+from meshtron.recipe import Recipe
+from meshtron.testing import run_ranks
 from tests.runs import token_folder
 
 ROOT = Path(__file__).parents[1]
@@ -79,6 +88,42 @@ param_dtype = "float32"
 [data]
 train = [{ path = "data" }]
 """
+
+
+_module: dict[str, Any] = {}
+exec(SPEC, _module)
+
+
+class SmoothedLoss:
+    denominator = 1.0
+
+    def __call__(self, logits, labels):
+        sums = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.5, reduction="sum")
+        return sums / self.denominator
+
+
+class OwnLoss(_module["MySpec"]):
+    def loss(self, model, tp_mesh):
+        return SmoothedLoss()
+
+    def flops_per_token(self, model, sequence):
+        return 6 * model["width"] * sequence
+
+
+def test_a_familys_own_loss_and_flops_are_used_at_every_layout(monkeypatch):
+    monkeypatch.setattr(launch, "_torchrun", lambda ranks, folder: run_ranks(worker.main, ranks, folder))
+    values = tomllib.loads(RECIPE)
+    values["model"]["family"] = f"{__name__}:OwnLoss"
+    values["data"] = {"train": [{"path": "no/such/folder"}]}
+    recipe = Recipe(**values)
+    report = compare_recipe(recipe, parse_variants("1x1x1,2x1x1,1x2x1", "1F1B"), steps=1)
+    assert report.equal
+    model = _module["Net"](values["model"]).double()
+    meshtron.init_weights(model, seed=0, std=recipe.model.init_std)
+    batch = synthetic_batch(96, 8, 16, seed=0)
+    loss = F.cross_entropy(model(batch.tokens).flatten(0, 1), batch.labels.flatten(), label_smoothing=0.5)
+    assert report.outcomes[0].losses == pytest.approx([loss.item()], rel=1e-12)
+    assert estimate(recipe.resolve(1)).flops_per_token == 6 * 16 * 16
 
 
 def train(folder: Path, ranks: int, *overrides: str) -> list[float]:
