@@ -40,6 +40,8 @@ class Row:
     tp: int = 1
     zero: int = 1
     schedule: str = "1F1B"
+    overlap: bool = True
+    """Whether sums of gradients over dp hide behind backward."""
 
     @property
     def ranks(self) -> int:
@@ -48,6 +50,7 @@ class Row:
     @property
     def name(self) -> str:
         options = [f"zero {self.zero}"] if self.dp > 1 else []
+        options += [] if self.overlap else ["no overlap"]
         options += [self.schedule] if self.pp > 1 else []
         return " ".join([self.shape, f"{self.pp}x{self.dp}x{self.tp}", *options])
 
@@ -59,6 +62,7 @@ class Row:
             f"parallel.dp={self.dp}",
             f"parallel.tp={self.tp}",
             f"parallel.zero={self.zero}",
+            f"parallel.overlap={str(self.overlap).lower()}",
             *([f"parallel.schedule={self.schedule}"] if self.pp > 1 else []),
             f"training.micro_batch_size={shape.micro_batch}",
             f"training.global_batch_size={shape.per_gpu * gpus}",
@@ -81,8 +85,8 @@ def rows(shapes: Sequence[str], gpus: int) -> list[Row]:
         found += [Row(shape=shape, dp=gpus), Row(shape=shape, tp=gpus), Row(shape=shape, pp=gpus)]
         if gpus >= 4:
             found += [Row(shape=shape, dp=gpus // 2, tp=2), Row(shape=shape, pp=2, dp=gpus // 4, tp=2)]
-        if shape != "8b":
-            found += [Row(shape=shape, dp=gpus, zero=0), Row(shape=shape, pp=gpus, schedule="Interleaved1F1B")]
+        found += [Row(shape=shape, dp=gpus, overlap=False), Row(shape=shape, pp=gpus, schedule="Interleaved1F1B")]
+        found += [Row(shape=shape, dp=gpus, zero=0)] if SHAPES[shape].on_one else []  # state that one GPU holds
     return list(dict.fromkeys(found))
 
 

@@ -8,6 +8,7 @@
     speed       train_speed.py at layouts of the 1B and 8B shapes, on random shards; the loss after the same steps on
                 the same data beside that of one GPU shows that bf16 training, too, does not depend on the layout
     checkpoint  stall of an async save (checkpoint.py); a resume at another layout beside the run that went on
+    torchtitan  with --against torchtitan: an installed torchtitan at the 8B shape, FSDP2 and TP, as rows of the table
     kill        SIGKILL to one rank: seconds until torchrun and all ranks have ended
 
 No part is started after --minutes; what was not run is said at the end. "of ideal" is tokens/s over N times those of
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torchtitan_rows as torchtitan
 from layout_rows import SHAPES, Row, layouts, rows
 from rich.console import Console
 from rich.table import Table
@@ -123,6 +125,17 @@ class Bench:
                 table[row.name] = {"row": row.__dict__, "error": last_lines(log)}
             print(f"{row.name}: {table[row.name].get('total', table[row.name].get('error'))}", flush=True)
 
+    def torchtitan(self, arguments: str) -> None:
+        table = self.results.setdefault("speed", {})
+        for name, command in torchtitan.commands(self.gpus, self.steps, arguments):
+            if self.left() < 20:
+                self.not_run.append(name)
+                continue
+            log = self.folder / "torchtitan.log"
+            whole = run(torchrun(self.gpus, *command), self.left(), log)
+            found = torchtitan.figures(log.read_text(encoding="utf-8", errors="replace"), self.gpus) if whole else {}
+            table[name] = found or {"error": last_lines(log)}
+
     def checkpoint(self) -> None:
         log = self.folder / "checkpoint.log"
         command = [sys.executable, str(HERE / "checkpoint.py"), "--device", self.device, "--ranks", str(self.gpus)]
@@ -187,7 +200,8 @@ def show(bench: Bench) -> None:
         for column in ("layout", "tokens/s", "MFU", "of ideal", "GiB", "exposed ms", "loss - one GPU's"):
             table.add_column(column, justify="left" if column == "layout" else "right")
         for name, found in speed.items():
-            table.add_row(name, *columns(found, speed.get(f"{found['row']['shape']} 1x1x1", {}), bench.gpus))
+            one = speed.get(f"{found['row']['shape']} 1x1x1", {}) if "row" in found else {}
+            table.add_row(name, *columns(found, one, bench.gpus))
         Console(width=120).print(table)
     for dtype in ("float64", "float32"):
         found = bench.results.get("parity", {}).get(dtype)
@@ -202,8 +216,10 @@ def columns(found: dict[str, Any], one: dict[str, Any], gpus: int) -> list[str]:
     """A row of the table, from a layout's figures and those of one GPU."""
     if "error" in found:
         return ["failed"]
-    row = Row(**found["row"])
-    ideal = one["total"] * row.ranks * (row.bubble(gpus) if row.pp > 1 else 1.0) if "total" in one else None
+    ideal = None
+    if "total" in one:
+        row = Row(**found["row"])
+        ideal = one["total"] * row.ranks * (row.bubble(gpus) if row.pp > 1 else 1.0)
     exposed = found.get("exposed_communication_ms")
     return [
         f"{found['total']:,.0f}",
@@ -227,15 +243,19 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="default: 1b 8b, on a CPU tiny")
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each layout")
     parser.add_argument("--minutes", type=float, default=9.5)
+    parser.add_argument("--against", choices=("torchtitan",), help="measure it too, where it is installed")
+    parser.add_argument("--torchtitan-args", default=torchtitan.ARGUMENTS, help="default: %(default)s")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     options = parser.parse_args()
     if options.device == "cuda" and torch.cuda.device_count() < options.gpus:
         parser.error(
             f"--gpus {options.gpus}: torch finds {torch.cuda.device_count()}; use --device cpu to try the harness"
         )
+    if options.against and (reason := torchtitan.missing()):
+        parser.error(reason)
     with tempfile.TemporaryDirectory(prefix="meshtron-gpus-") as folder:
         bench = Bench(options, Path(folder))
-        for part in options.parts:
+        for part in [*options.parts, *filter(None, [options.against])]:
             if bench.left() < 20:
                 bench.not_run.append(part)
                 continue
@@ -243,6 +263,8 @@ def main() -> int:
             try:
                 if part == "speed":
                     bench.speed(options.shapes or (["1b", "8b"] if options.device == "cuda" else ["tiny"]))
+                elif part == "torchtitan":
+                    bench.torchtitan(options.torchtitan_args)
                 else:
                     getattr(bench, part)()
             except Exception as error:  # the other parts are still wanted

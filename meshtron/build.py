@@ -100,6 +100,7 @@ def build_job(recipe: Recipe, device: torch.device) -> Job:
         group_of=options,
         num_microbatches=recipe.num_microbatches,
         shard=recipe.parallel.zero == 1,
+        overlap=recipe.parallel.overlap,
         grad_dtype=dtype_of(training.grad_accum_dtype),
         lr=optim.lr,
         betas=optim.betas,

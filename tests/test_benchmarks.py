@@ -1,7 +1,11 @@
-"""What the benchmarks compute from what they measure."""
+"""What the benchmarks compute from what they measure, and the rows they measure it at."""
+
+from pathlib import Path
 
 from benchmarks.kernel_times import exposed
 from benchmarks.layout_rows import Row, layouts, rows
+from benchmarks.torchtitan_rows import commands, figures
+from meshtron.recipe import load_recipe
 
 
 def test_communication_is_exposed_where_no_other_kernel_runs():
@@ -16,3 +20,29 @@ def test_layouts_fill_the_ranks_and_bubbles_are_those_of_1f1b():
     four_stages = Row(shape="1b", pp=4)
     assert four_stages.bubble(gpus=4) == 8 / (8 + 3)
     assert Row(shape="1b", pp=4, schedule="Interleaved1F1B").bubble(gpus=4) == 16 / (16 + 3)
+
+
+def test_rows_are_recipes_and_show_every_choice():
+    recipes = Path(__file__).parents[1] / "recipes"
+    for gpus in (2, 4, 8):
+        found = rows(["1b", "8b"], gpus)
+        assert len({row.name for row in found}) == len(found)
+        for row in found:
+            name = {"1b": "llama_1b.toml", "8b": "llama_8b.toml"}[row.shape]
+            recipe = load_recipe(recipes / name, row.overrides(gpus)).resolve(row.ranks)
+            assert recipe.parallel.overlap == row.overlap
+        for shape in ("1b", "8b"):
+            mine = [row for row in found if row.shape == shape]
+            assert {row.overlap for row in mine} == {True, False}
+            assert {row.schedule for row in mine if row.pp > 1} == {"1F1B", "Interleaved1F1B"}
+    assert {row.zero for row in found if row.shape == "1b"} == {0, 1}
+
+
+def test_torchtitans_log_gives_a_row():
+    line = "step: {}  \x1b[36mmemory: 60.{}GiB(43.1%)  \x1b[34mtps: {}  tflops: 2.0  mfu: {}%\x1b[0m\n"
+    log = "".join(line.format(step, step, tps, 40 + step) for step, tps in enumerate(("10", "20", "6,000", "3,000")))
+    assert figures(log, gpus=4) == {"total": 16000.0, "mfu": 0.425, "memory_gib": 60.3}
+    assert figures("nothing", gpus=4) == {}
+    (_, data), (_, tensor) = commands(4, steps=8)
+    assert data[data.index("--parallelism.data_parallel_shard_degree") + 1] == "4"
+    assert tensor[tensor.index("--parallelism.tensor_parallel_degree") + 1] == "4"

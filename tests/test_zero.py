@@ -78,6 +78,27 @@ def test_any_elementwise_optimizer_equals_itself_on_one_process(optimizer_class,
                 torch.testing.assert_close(weight, expected[name].detach(), rtol=0, atol=1e-12)
 
 
+def gradients_with(overlap: bool, shard: bool) -> tuple[list[bool], dict[str, torch.Tensor]]:
+    """Which reductions were waited for at once, and the gradients."""
+    mesh = build_mesh(Layout(dp=2), "cpu")
+    model = Odd(torch.float64)
+    optimizer = ZeroOptimizer(model, mesh, num_microbatches=1, overlap=overlap, shard=shard, bucket_bytes=100, lr=0.1)
+    model(torch.tensor(1.0 + torch.distributed.get_rank())).backward()
+    waited = [bucket.work is None for bucket in optimizer._buckets if bucket.launched]
+    whole = {name: getattr(g, "full_tensor", lambda g=g: g)() for name, g in optimizer.gradients().items()}
+    return waited, {name: gradient.clone() for name, gradient in whole.items()}
+
+
+@pytest.mark.parametrize("shard", [True, False], ids=["zero1", "zero0"])
+def test_overlap_decides_whether_backward_waits_and_changes_no_number(shard):
+    (hidden, expected), _ = run_ranks(gradients_with, 2, True, shard)
+    (exposed, found), _ = run_ranks(gradients_with, 2, False, shard)
+    assert len(hidden) == len(exposed) > 1
+    assert not any(hidden)
+    assert all(exposed)
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
 def state_bytes(dtype: torch.dtype) -> tuple[int, int]:
     """Bytes of masters and moments on this rank, and elements of the model."""
     mesh = build_mesh(Layout(dp=torch.distributed.get_world_size()), "cpu")

@@ -37,6 +37,7 @@ class Gradients:
         dtype: of accumulators.
         num_microbatches: gives the number of backward passes in a step, or None where it is not known; buckets are
             then reduced when the step is over.
+        overlap: whether backward goes on while a bucket is reduced.
 
     Raises:
         LayoutError: a tied parameter is held by more than two pipeline ranks.
@@ -53,10 +54,11 @@ class Gradients:
         ties: Mapping[str, str],
         dtype: torch.dtype,
         num_microbatches: Callable[[], int | None],
+        overlap: bool = True,
     ) -> None:
         self.buckets = buckets
         self._pp, self._dp, self._tp = pp, dp, tp
-        self._shards, self._dtype = shards, dtype
+        self._shards, self._dtype, self._overlap = shards, dtype, overlap
         self._num_microbatches = num_microbatches
         self._pieces = [piece for bucket in buckets for piece in bucket.pieces]
         self._home = {id(piece.parameter): (piece, bucket) for bucket in buckets for piece in bucket.pieces}
@@ -186,10 +188,10 @@ class Gradients:
             pass  # one dp rank, one backward pass: there is nothing to reduce
         elif self._shards > 1:
             bucket.work = _reduce_scatter(
-                bucket.reduced, bucket.accumulator.view(-1), group=self._dp.group, async_op=True
+                bucket.reduced, bucket.accumulator.view(-1), group=self._dp.group, async_op=self._overlap
             )
         elif self._dp.size > 1:
-            bucket.work = dist.all_reduce(bucket.accumulator, group=self._dp.group, async_op=True)
+            bucket.work = dist.all_reduce(bucket.accumulator, group=self._dp.group, async_op=self._overlap)
         bucket.launched = True
         self._next_bucket += 1
 

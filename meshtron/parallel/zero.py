@@ -59,6 +59,7 @@ class ZeroOptimizer:
             they are reduced when the step is taken.
         shard: False keeps the whole state on every dp rank (ZeRO 0) and all-reduces gradients; the numbers are
             the same.
+        overlap: whether gradients are reduced while backward goes on; False waits for each bucket, for measurements.
         grad_dtype: of accumulators, masters and state.
         bucket_bytes: gradients of a bucket before it is closed.
         axes: names of the (pp, dp, tp) axes in ``mesh``; those the mesh lacks count as one rank.
@@ -77,6 +78,7 @@ class ZeroOptimizer:
         group_of: Callable[[str, torch.Size], dict[str, Any]] | None = None,
         num_microbatches: int | None = None,
         shard: bool = True,
+        overlap: bool = True,
         grad_dtype: torch.dtype = torch.float32,
         bucket_bytes: int = _BUCKET_BYTES,
         axes: tuple[str, str, str] = ("pp", "dp", "tp"),
@@ -116,6 +118,7 @@ class ZeroOptimizer:
             ties=self.stages.ties,
             dtype=grad_dtype,
             num_microbatches=lambda: self.num_microbatches,
+            overlap=overlap,
         )
         self.stages.after_weight_pass.append(self.collect)
 

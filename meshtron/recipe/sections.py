@@ -52,6 +52,9 @@ class ParallelSection(Section):
     """Pipeline stages on each pp rank. Default 1 for AFAB and 1F1B, 2 for the other schedules."""
     zero: Literal[0, 1] = 1
     """1: optimizer state sharded over dp (ZeRO-1); 0: kept whole on each dp rank. Default 1."""
+    overlap: bool = True
+    """Whether gradients are summed over dp while backward goes on; false waits for each sum at once, to measure what
+    that hides. The numbers are the same. Default true."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
