@@ -1,5 +1,8 @@
 """What the benchmarks compute from what they measure, and the rows they measure it at."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 from benchmarks.kernel_times import exposed
@@ -46,3 +49,14 @@ def test_torchtitans_log_gives_a_row():
     (_, data), (_, tensor) = commands(4, steps=8)
     assert data[data.index("--parallelism.data_parallel_shard_degree") + 1] == "4"
     assert tensor[tensor.index("--parallelism.tensor_parallel_degree") + 1] == "4"
+
+
+def test_the_harness_runs_on_gloo_ranks_and_writes_what_it_found(tmp_path):
+    program = Path(__file__).parents[1] / "benchmarks" / "multi_gpu.py"
+    options = ["--gpus", "2", "--device", "cpu", "--parts", "kill", "--json", str(tmp_path / "found.json")]
+    done = subprocess.run([sys.executable, str(program), *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["kill"]["ranks"] == 2
+    assert found["kill"]["status"] != 0  # all have ended, and torchrun says that one was killed
+    assert found["not_run"] == []
