@@ -62,6 +62,13 @@ def test_sum_of_squares_counts_every_element_in_wide_precision():
     torch.testing.assert_close(sum_of_squares(tensors), expected, rtol=1e-5, atol=0)
 
 
+def test_sum_of_squares_of_a_large_matrix_is_that_of_its_parts():
+    matrix = torch.randn(2048, 512, generator=torch.Generator().manual_seed(0))
+    expected = matrix.double().square().sum()
+    for tensors in ([matrix], list(matrix.chunk(8)), [matrix[0, 0], matrix[0, 1:], matrix[1:]]):
+        torch.testing.assert_close(sum_of_squares(tensors), expected, rtol=1e-8, atol=0)
+
+
 class Tied(nn.Module):
     """A weight used twice, one used once, one not at all, in bf16."""
 
