@@ -12,11 +12,11 @@ VOCAB = 263  # a prime, so that a split over the vocabulary is uneven
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
-    "hidden_size": 48,
+    "hidden_size": 96,
     "intermediate_size": 72,
     "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 6,
     "max_position_embeddings": 96,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -31,7 +31,7 @@ _LLAMA3 = {
 
 # case -> (transformers' config class, what differs from _SIZES)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama2": ("LlamaConfig", {"num_key_value_heads": 6, "rms_norm_eps": 1e-5}),
+    "llama2": ("LlamaConfig", {"num_key_value_heads": 12, "rms_norm_eps": 1e-5}),
     "llama3": ("LlamaConfig", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
     "llama3.1": ("LlamaConfig", {"rope_parameters": {**_LLAMA3, "rope_theta": 5e5}}),
     "llama3.2": (
@@ -50,7 +50,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True},
     ),
     "mistral": ("MistralConfig", {"head_dim": 16, "sliding_window": 12}),
-    "mistral-full": ("MistralConfig", {"sliding_window": None}),
+    "mistral-full": ("MistralConfig", {"sliding_window": None, "tie_word_embeddings": True}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen2-window": (
         "Qwen2Config",

@@ -41,35 +41,56 @@ def _completions(checkpoint: Path, overrides: list[str], samplings: list[Samplin
 
 LAYOUTS = {
     1: [["parallel.tp=1"]],
-    2: [["parallel.pp=2"], ["parallel.dp=2"]],
+    2: [["parallel.pp=2"], ["parallel.tp=2"], ["parallel.dp=2"]],
     3: [["parallel.tp=3"]],
     4: [["parallel.pp=4"]],
     6: [["parallel.pp=2", "parallel.tp=3"]],
 }
+OTHERS = ("mistral", "qwen2", "qwen3-bias")  # a window, biases, norms of q and k
 
 
 def _completions_of_layouts(checkpoint: Path, layouts: list[list[str]]) -> list[list[list[str]]]:
     return [_completions(checkpoint, layout, [Sampling(), SAMPLING]) for layout in layouts]
 
 
+def _completions_of_folders(folders: list[Path], layout: list[str]) -> list[list[list[str]]]:
+    return [_completions(folder, layout, [Sampling(), SAMPLING]) for folder in folders]
+
+
 def test_a_hugging_face_folder_gives_the_text_of_transformers_at_every_layout(hf_folder: Path) -> None:
-    from tokenizers import Tokenizer
-
-    from tests.hf_models import model_of
-
-    tokenizer = Tokenizer.from_file(str(hf_folder / "tokenizer.json"))
-    greedy = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([tokenizer.encode(prompt).ids])
-        out = model_of("llama3.2").generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12
-        )
-        greedy.append(tokenizer.decode(out[0, ids.shape[1] :].tolist()))
+    greedy = _greedy_of_transformers("llama3.2", hf_folder)
     sampled = _completions(hf_folder, [], [SAMPLING])[0]
     assert sampled != greedy
     for world_size, layouts in LAYOUTS.items():
         for results in run_ranks(_completions_of_layouts, world_size, hf_folder, layouts):
             assert results == [[greedy, sampled]] * len(layouts)
+
+
+def test_every_family_gives_one_text_at_every_layout(hf_folders: dict[str, Path]) -> None:
+    folders = [hf_folders[case] for case in OTHERS]
+    expected = [
+        [_greedy_of_transformers(case, hf_folders[case]), _completions(hf_folders[case], [], [SAMPLING])[0]]
+        for case in OTHERS
+    ]
+    assert all(greedy != sampled for greedy, sampled in expected)
+    for layout in (["parallel.tp=3"], ["parallel.pp=2", "parallel.tp=2"]):
+        world_size = 3 if len(layout) == 1 else 4
+        for results in run_ranks(_completions_of_folders, world_size, folders, layout):
+            assert results == expected
+
+
+def _greedy_of_transformers(case: str, folder: Path) -> list[str]:
+    from tokenizers import Tokenizer
+
+    from tests.hf_models import model_of
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    texts = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([tokenizer.encode(prompt).ids])
+        out = model_of(case).generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
+        texts.append(tokenizer.decode(out[0, ids.shape[1] :].tolist()))
+    return texts
 
 
 def _save_a_run(folder: Path, tokenizer: Path, changes: dict) -> None:

@@ -1,6 +1,7 @@
 """config.json in and out: every key is understood, accepted or refused by name."""
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -195,6 +196,14 @@ def test_a_config_survives_export_and_import(case: str) -> None:
         ({"num_key_value_heads": 5}, "num_attention_heads = 32 is not a multiple of num_key_value_heads = 5"),
         ({"head_dim": 65}, "head_dim = 65: rotary embedding needs an even number"),
         ({"use_mrope": True}, "use_mrope = True"),
+        ({"model_type": ["llama"]}, r"model_type = \['llama'\]"),
+        ({"rope_scaling": "linear"}, "rope_scaling = 'linear' is not supported: expected an object"),
+        ({"rope_scaling": {"type": ["linear"]}}, r"rope_scaling\.rope_type = \['linear'\]"),
+        ({"rope_parameters": 5}, "rope_parameters = 5"),
+        ({"rope_scaling": None, "rope_theta": math.nan}, "rope_theta = nan: expected a positive number"),
+        ({"rms_norm_eps": math.inf}, "rms_norm_eps = inf: expected a positive number"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0: expected a positive whole number"),
+        ({"num_hidden_layers": "32"}, "num_hidden_layers = '32': expected a positive whole number"),
         ({"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config"),
         (
             {"rope_scaling": None, "rope_parameters": {"rope_theta": 1e4}},
@@ -218,6 +227,8 @@ def test_layers_with_and_without_a_window_are_refused() -> None:
     with pytest.raises(CheckpointError, match="max_window_layers = 28"):
         config_from_hf(qwen, "config.json")
     types = ["full_attention", "sliding_attention"] * 16
+    with pytest.raises(CheckpointError, match="max_window_layers = None: expected a whole number"):
+        config_from_hf({**qwen, "max_window_layers": None}, "config.json")
     with pytest.raises(CheckpointError, match="layer_types"):
         config_from_hf({**qwen, "layer_types": types}, "config.json")
     assert config_from_hf({**qwen, "max_window_layers": 0}, "config.json")[1].sliding_window == 4096

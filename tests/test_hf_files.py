@@ -24,7 +24,7 @@ def test_tensors_that_do_not_fit_are_listed(hf_folders: dict[str, Path], tmp_pat
     save_file(tensors, folder / "model.safetensors")
     listed = (
         r"1 missing: lm_head\.weight; 1 unexpected: model\.layers\.0\.mlp\.extra\.weight; "
-        r"1 of another shape: model\.norm\.weight \(5,\) instead of \(48,\)"
+        r"1 of another shape: model\.norm\.weight \(5,\) instead of \(96,\)"
     )
     with pytest.raises(CheckpointError, match=listed):
         import_hf(folder, tmp_path / "out")
@@ -48,7 +48,7 @@ def test_files_that_cannot_be_used_are_named(hf_folders: dict[str, Path], tmp_pa
 
     def quantised(folder: Path) -> None:
         tensors = tensors_in(folder)
-        tensors["model.norm.weight"] = torch.ones(48, dtype=torch.int8)
+        tensors["model.norm.weight"] = torch.ones(96, dtype=torch.int8)
         save_file(tensors, folder / "model.safetensors")
 
     def wrong_index(folder: Path) -> None:

@@ -8,6 +8,7 @@ import transformers
 from safetensors.torch import save_file
 
 from meshtron.errors import CheckpointError
+from meshtron.hf.config import HF_FAMILIES
 from meshtron.hf.convert import import_hf
 from meshtron.mesh import Layout
 from meshtron.testing import run_ranks
@@ -17,12 +18,17 @@ from tests.hf_ranks import load_shard, logits_at, logits_of_all
 TOKENS = tokens_of()
 
 
-# Every case has 3 or 6 key-value heads, so tp = 2 is for those with 6.
-@pytest.mark.parametrize("layout", ["1x1x1", "1x1x2", "1x1x3", "2x1x1", "4x1x1", "2x1x3", "2x1x2"])
+LAYOUTS = ["1x1x1", "1x1x2", "1x1x3", "2x1x1", "2x1x2", "2x1x3", "4x1x1", "4x1x2"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_logits_equal_those_of_transformers_at_every_layout(hf_folders: dict[str, Path], layout: str) -> None:
     parsed = Layout.parse(layout)
     cases = [case for case in CASES if model_of(case).config.num_key_value_heads % parsed.tp == 0]
-    assert cases
+    configs = [model_of(case).config for case in cases]
+    assert {(config.model_type, config.tie_word_embeddings) for config in configs} == {
+        (family, tied) for family in HF_FAMILIES for tied in (True, False)
+    }
     ranks = run_ranks(logits_of_all, parsed.world_size, [hf_folders[case] for case in cases], layout, TOKENS)
     for number, case in enumerate(cases):
         expected, columns = logits_of(case, TOKENS), set()

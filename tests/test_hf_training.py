@@ -56,7 +56,7 @@ def _recipe(folder: Path, corpus: Path, run: Path, **parallel) -> Recipe:
     )
 
 
-# Every family, tied and untied; three key-value heads allow tp = 3, six tp = 2.
+# Every family, tied and untied.
 @pytest.mark.parametrize(
     ("cases", "layout"),
     [
@@ -144,7 +144,7 @@ def test_an_imported_checkpoint_gives_a_run_its_weights(
 def test_a_recipe_may_adjust_but_not_contradict_the_folder(hf_folders: dict[str, Path], corpus: Path) -> None:
     recipe = _recipe(hf_folders["qwen3"], corpus, Path("run"))
     model = fill_from_hf(recipe).model
-    assert (model.family, model.head_dim, model.num_key_value_heads, model.vocab_size) == ("qwen3", 16, 3, 263)
+    assert (model.family, model.head_dim, model.num_key_value_heads, model.vocab_size) == ("qwen3", 16, 6, 263)
     assert fill_from_hf(fill_from_hf(recipe)) == fill_from_hf(recipe)
     longer = ModelSection(from_hf=str(hf_folders["qwen3"]), max_position_embeddings=512, rope_theta=5e6)
     model = fill_from_hf(recipe.model_copy(update={"model": longer})).model

@@ -4,6 +4,7 @@ Nothing that changes the maths is passed over: a key that no table below names i
 config.json leaves a key out, the value is the one transformers would take.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -132,7 +133,7 @@ def config_from_hf(config: Mapping[str, Any], where: str) -> tuple[str, LlamaCon
         CheckpointError: a model, key or value that meshtron does not implement exactly, or a missing size.
     """
     name = config.get("model_type")
-    if name not in HF_FAMILIES:
+    if not isinstance(name, str) or name not in HF_FAMILIES:
         raise _refusal(where, "model_type", name, f"supported are {', '.join(HF_FAMILIES)}")
     family = HF_FAMILIES[name]
     if config.get("architectures") not in (None, [family.architecture]):
@@ -140,6 +141,7 @@ def config_from_hf(config: Mapping[str, Any], where: str) -> tuple[str, LlamaCon
     missing = [key for key in REQUIRED if key not in config]
     if missing:
         raise CheckpointError(f"{where}: {', '.join(missing)} missing; expected a whole config.json")
+    _check_types({key: config[key] for key in REQUIRED}, where)
     defaults = {**DEFAULTS, **family.defaults}
     for key, value in config.items():
         if key in REQUIRED or key in defaults or key in ROPE_KEYS or key in IGNORED:
@@ -159,12 +161,22 @@ def config_from_hf(config: Mapping[str, Any], where: str) -> tuple[str, LlamaCon
     for key in ("use_sliding_window", "max_window_layers", "layer_types"):
         values.pop(key, None)
     _check_types(values, where)
+    heads, kv_heads, head_dim = (values[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    if heads % kv_heads:
+        raise CheckpointError(
+            f"{where}: num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}"
+        )
+    if head_dim % 2:
+        raise CheckpointError(f"{where}: head_dim = {head_dim}: rotary embedding needs an even number")
     return name, FAMILIES[name]().config(values)
 
 
 def _rope(config: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
     """Base and scaling of the rotary embedding, from either schema."""
     old, new = config.get("rope_scaling"), config.get("rope_parameters")
+    for key, table in (("rope_scaling", old), ("rope_parameters", new)):
+        if table is not None and not isinstance(table, dict):
+            raise _refusal(where, key, table, "expected an object")
     if old and new and old != new:
         raise _refusal(where, "rope_scaling", old, f"it contradicts rope_parameters = {new!r}")
     key, written = ("rope_parameters", new) if new else ("rope_scaling", old or {})
@@ -179,13 +191,13 @@ def _rope(config: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | N
     partial = found.pop("partial_rotary_factor", 1.0)
     if partial != 1.0:
         raise _refusal(where, f"{key}.partial_rotary_factor", partial, "only 1.0 is implemented")
-    if kind not in ROPE_TYPES:
+    if not isinstance(kind, str) or kind not in ROPE_TYPES:
         raise _refusal(where, f"{key}.rope_type", kind, f"only {_either(tuple(ROPE_TYPES))} is implemented")
     if set(found) != set(ROPE_TYPES[kind]):
         needed = ", ".join(ROPE_TYPES[kind]) or "no other keys"
         raise _refusal(where, key, written, f"{kind!r} takes {needed}")
     for name, value in {"rope_theta": theta, **found}.items():
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        if not _is_positive(value):
             raise CheckpointError(f"{where}: {name} = {value!r}: expected a positive number")
     return float(theta), RopeScaling(rope_type=kind, **found) if kind != "default" else None
 
@@ -197,10 +209,11 @@ def _window(values: Mapping[str, Any], family: str, where: str) -> int | None:
         return window
     if not values["use_sliding_window"]:
         window = None
-    layers = values["num_hidden_layers"]
+    layers, first = values["num_hidden_layers"], values["max_window_layers"]
+    if type(first) is not int:
+        raise CheckpointError(f"{where}: max_window_layers = {first!r}: expected a whole number")
     types = values["layer_types"] or [
-        "sliding_attention" if window is not None and layer >= values["max_window_layers"] else "full_attention"
-        for layer in range(layers)
+        "sliding_attention" if window is not None and layer >= first else "full_attention" for layer in range(layers)
     ]
     if types == ["full_attention"] * layers:
         return None
@@ -218,18 +231,15 @@ def _check_types(values: Mapping[str, Any], where: str) -> None:
         if key in ("tie_word_embeddings", "attention_bias"):
             valid, expected = isinstance(value, bool), "true or false"
         elif key in ("rms_norm_eps", "init_std"):
-            valid, expected = isinstance(value, int | float) and value > 0, "a positive number"
+            valid, expected = _is_positive(value), "a positive number"
         else:
             valid, expected = type(value) is int and value > 0, "a positive whole number"
         if not valid:
             raise CheckpointError(f"{where}: {key} = {value!r}: expected {expected}")
-    heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
-    if heads % kv_heads:
-        raise CheckpointError(
-            f"{where}: num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}"
-        )
-    if values["head_dim"] % 2:
-        raise CheckpointError(f"{where}: head_dim = {values['head_dim']}: rotary embedding needs an even number")
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def config_to_hf(family: str, config: LlamaConfig) -> dict[str, Any]:
