@@ -122,7 +122,8 @@ class Bench:
                 found = json.loads(path.read_text())["meshtron"]
                 table[row.name] = {"row": row.__dict__, "total": found["tokens_per_s"] * row.ranks, **found}
             else:
-                table[row.name] = {"row": row.__dict__, "error": last_lines(log)}
+                why = last_lines(log) if self.left() > 0 else "cut off: no time left"
+                table[row.name] = {"row": row.__dict__, "error": why}
             print(f"{row.name}: {table[row.name].get('total', table[row.name].get('error'))}", flush=True)
 
     def torchtitan(self, arguments: str) -> None:
