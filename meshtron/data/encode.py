@@ -141,7 +141,7 @@ class Encoder:
                 return ("",)
             try:
                 record = json.loads(text)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:  # the latter: lists within lists within lists
                 raise BadRecord(f"bad JSON ({error})") from None
             if not isinstance(record, dict):
                 raise BadRecord("not a JSON object")

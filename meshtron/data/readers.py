@@ -148,6 +148,8 @@ def _read_json(stream: IO[bytes]) -> Iterator[Record | BadRecord]:
             except json.JSONDecodeError as error:
                 if ended:
                     raise BadRecord(f"element {number + 1}: bad JSON ({error.msg})", ends=True) from None
+            except (ValueError, RecursionError) as error:  # a number of thousands of digits; lists within lists
+                raise BadRecord(f"element {number + 1}: bad JSON ({error})", ends=True) from None
         if ended:
             if inside:
                 raise BadRecord("the array is cut short", ends=True)

@@ -40,5 +40,5 @@ def _texts(record: Record, kind: str, keys: Sequence[str]) -> list[str]:
             return [record.decode()]
         row = json.loads(record) if isinstance(record, bytes) else record
         return [row[key] for key in keys if isinstance(row.get(key), str)] if isinstance(row, dict) else []
-    except ValueError:
+    except (ValueError, RecursionError):
         return []
