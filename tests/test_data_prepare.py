@@ -118,6 +118,15 @@ def test_every_kind_of_file_plain_and_compressed(tmp_path, tokenizer, suffix, ki
     assert texts(tmp_path / "out") == want
 
 
+def test_arrays_behind_one_another_are_all_read(tmp_path, tokenizer):
+    arrays = [json.dumps([{"text": text} for text in part]).encode() for part in (TEXTS[:3], [], TEXTS[3:])]
+    (tmp_path / "arrays.json.gz").write_bytes(b"".join(map(gzip.compress, arrays)))
+    prepare_corpus(
+        [str(tmp_path / "arrays.json.gz")], tmp_path / "out", PrepareOptions(tokenizer=tokenizer, workers=1)
+    )
+    assert texts(tmp_path / "out") == TEXTS
+
+
 def test_parquet_datasets_and_streams(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
@@ -173,6 +182,7 @@ def bad_sources(folder):
         "json.jsonl": (good + b'{"text": \n' + good, "line 2: bad JSON"),
         "number.jsonl": (good + b'{"text": 5}\n' + good, "line 2: 'text' is int, expected a string"),
         "list.jsonl": (good + b"[1]\n", "line 2: not a JSON object"),
+        "behind.json": (b'[{"text": "fine"}] {', "element 2: bad JSON"),
         "deep.jsonl": (b'{"text": "a", "x": ' + b"[" * 100_000 + b"\n", "line 1: bad JSON .*recursion"),
         "deep.json": (b'[{"text": "a", "x": ' + b"[" * 100_000, "element 1: bad JSON .*recursion"),
         "digits.json": (b'[{"text": "a", "x": ' + b"9" * 10_000 + b"}]", "element 1: bad JSON .*digits"),

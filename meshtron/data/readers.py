@@ -137,7 +137,8 @@ def _read_json(stream: IO[bytes]) -> Iterator[Record | BadRecord]:
             place += inside
             continue
         if place < len(buffer) and buffer[place] == "]" and inside:
-            return
+            place, inside = place + 1, None  # another array may follow, as in archives put one behind the other
+            continue
         if place < len(buffer):
             try:
                 value, place = parse(buffer, place)
