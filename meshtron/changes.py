@@ -64,7 +64,7 @@ def log_changes(changed: Mapping[str, tuple[Any, Any]], saved: str, recipe: Reci
         saved_rate = learning_rate_of(Recipe(**tomllib.loads(saved)))
     except MeshtronError:  # a recipe of another version
         return
-    if saved_rate != rate:
+    if saved_rate != rate or "training.global_batch_size" in changed:
         log.warning(
             "learning rate of step %d: %.4g, by the saved recipe %.4g; horizon %d steps, was %d",
             *(step + 1, rate.at(step), saved_rate.at(step), rate.total_steps, saved_rate.total_steps),

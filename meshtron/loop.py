@@ -15,6 +15,7 @@ from meshtron import world
 from meshtron.build import Job, build_job, model_section, norm_type_of
 from meshtron.checkpoint import Checkpointer
 from meshtron.data import Batch, TrainStream, ValidationSet
+from meshtron.durable import make_folder, only_run, writing
 from meshtron.errors import MeshtronError
 from meshtron.feed import check_tokenizer, data_state, describe_stage, open_training, open_validation
 from meshtron.hf.recipe import fill_from_hf
@@ -47,8 +48,10 @@ def train(recipe: Recipe) -> Progress:
         seed_rng(job, 0)
         folder = Path(recipe.run.dir)
         if world.rank() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
+            with writing(folder):
+                make_folder(folder)
         with (
+            only_run(folder) if world.rank() == 0 else nullcontext(),
             StopRequests(folder / "STOP") as stop,
             Checkpointer(
                 folder / "checkpoints",
@@ -59,7 +62,10 @@ def train(recipe: Recipe) -> Progress:
         ):
             progress = resume(job, checkpointer)
             if world.rank() == 0:
-                (folder / "recipe.toml").write_text(dump_recipe(recipe), encoding="utf-8")
+                with writing(folder / "recipe.toml"):
+                    (folder / "recipe.toml").write_text(dump_recipe(recipe), encoding="utf-8")
+            if progress.step >= recipe.training.steps:
+                log.info("nothing is left to do: %d of %d steps are done", progress.step, recipe.training.steps)
             done = progress.step, progress.samples
             inspect_rank()  # only where MESHTRON_DEBUG_RANK names one
             with open_training(recipe, job.mesh, device, *done, saved=progress.data) as stream:

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import torch
 
+from meshtron.durable import writing
 from meshtron.errors import MeshtronError
 
 # Dense bfloat16 peak in FLOP/s by a part of the device's name; the first part found in the name counts. NVIDIA's
@@ -142,16 +143,18 @@ class MetricsWriter:
         self._steps = steps
         self._wandb = _start_wandb(folder, wandb, project, name, config) if wandb != "off" else None
         self._tensorboard = _start_tensorboard(folder, resumed_step) if tensorboard else None
-        path = folder / "metrics.jsonl"
-        drop_later_steps(path, resumed_step)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._path = folder / "metrics.jsonl"
+        with writing(self._path):
+            drop_later_steps(self._path, resumed_step)
+            self._file = self._path.open("a", encoding="utf-8", buffering=1)
 
     def log(self, metrics: StepMetrics, **extra: float) -> None:
         """Write one step; ``extra`` figures (``val_loss=...``) go into the same line. A step is logged once."""
         values = asdict(metrics) | extra
         # JSON has no NaN: a loss that is not finite is null in the file, and nan on the console
         finite = {key: value if value is None or math.isfinite(value) else None for key, value in values.items()}
-        self._file.write(json.dumps(finite) + "\n")
+        with writing(self._path):
+            self._file.write(json.dumps(finite) + "\n")
         shown = "".join(
             f"  {key} {value:.4f}" if isinstance(value, float) else f"  {key} {value}" for key, value in extra.items()
         )
@@ -165,7 +168,8 @@ class MetricsWriter:
 
     def close(self, *, failed: bool = False) -> None:
         """Flush and close everything; with ``failed`` wandb marks the run as failed."""
-        self._file.close()
+        with writing(self._path):  # what could not be written before is tried once more
+            self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:

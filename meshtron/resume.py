@@ -13,8 +13,10 @@ from torch import Tensor
 import meshtron
 from meshtron.build import Job, layout_of
 from meshtron.changes import changed_keys, check_same_model, log_changes
-from meshtron.checkpoint import Checkpointer, find_step, load, read_manifest, read_rank_state, step_folder
+from meshtron.checkpoint import Checkpointer, load, read_manifest, read_rank_state, step_folder
+from meshtron.checkpoint.manifest import unwhole
 from meshtron.errors import CheckpointError
+from meshtron.parallel.names import global_name
 from meshtron.recipe import dump_recipe
 from meshtron.seeds import seed_ranks
 
@@ -43,8 +45,18 @@ class Progress:
 
 
 def weights_of(job: Job) -> dict[str, Tensor]:
-    """Masters under their names in a checkpoint; they share memory with the optimizer."""
-    return {WEIGHTS + name: tensor for name, tensor in job.optimizer.masters().items()}
+    """Masters, frozen parameters and persistent buffers under their names in a checkpoint, sharing memory with them.
+
+    Buffers are saved once, so those that a model changes while it trains must be equal on all ranks that hold them.
+    """
+    masters, ties = job.optimizer.masters(), job.model.ties
+    rest = {
+        ties.get(name, name): tensor
+        for stage in job.model.stages
+        for name, tensor in ((global_name(key), value) for key, value in stage.state_dict().items())
+        if isinstance(tensor, Tensor) and ties.get(name, name) not in masters
+    }
+    return {WEIGHTS + name: tensor for name, tensor in (rest | masters).items()}
 
 
 def tensors_of(job: Job) -> dict[str, Tensor]:
@@ -119,17 +131,20 @@ def find_start(resume: str | int, load: str, checkpointer: Checkpointer) -> Star
     if resume == "none":
         return None
     if isinstance(resume, int):
+        folder = step_folder(checkpointer.folder, resume)
         if resume not in checkpointer.steps():
             there = ", ".join(map(str, checkpointer.steps())) or "none"
-            raise CheckpointError(f"checkpoint.resume = {resume}: {checkpointer.folder} has whole steps {there}")
-        folder = step_folder(checkpointer.folder, resume)
+            damage = f"{folder.name} is damaged: {unwhole(folder)}; " if folder.is_dir() else ""
+            raise CheckpointError(
+                f"checkpoint.resume = {resume}: {damage}{checkpointer.folder} has whole steps {there}"
+            )
         return Start(folder=folder, weights_only=weights_only, verified=False)
     if resume != "auto":
-        folder = find_step(resume)
-        foreign = folder.resolve().parent != checkpointer.folder.resolve()
+        own, named = checkpointer.folder.resolve(), Path(resume).resolve()
+        foreign = named not in (own, own.parent) and named.parent != own
         if not foreign or checkpointer.newest() is None:
-            return Start(folder=folder, weights_only=weights_only, verified=False)
-        log.info("%s is where this run began; it goes on from its own newest step", folder)
+            return Start(folder=checkpointer.find(resume), weights_only=weights_only, verified=False)
+        log.info("%s is where this run began; it goes on from its own newest step", resume)
         weights_only = False
     newest = checkpointer.newest_sound()
     return None if newest is None else Start(folder=newest, weights_only=weights_only, verified=True)

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import select
 import signal
 import sys
 import threading
@@ -20,6 +21,7 @@ log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # A terminal's Ctrl-C reaches every rank and the launcher, which passes it on: that is still one request.
 _SAME_REQUEST_S = 1.0
+_LAUNCHER_S = 1.0  # how often a rank looks whether its launcher is there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +39,8 @@ class StopRequests:
 
     The first signal is a request. A second one, more than a second later, ends the process at once, wherever it
     is: signals are read by a thread of their own, because the main thread may be inside a collective that waits
-    for a rank that is gone. So does a signal that arrives after a rank of this node has failed.
+    for a rank that is gone. So does a signal that arrives after a rank of this node has failed. Under torchrun its
+    death is a request too: nobody would end its ranks, and the next start would find them writing.
 
     Args:
         file: a request too, as soon as it exists; it is removed when the run stops.
@@ -56,6 +59,7 @@ class StopRequests:
         os.set_blocking(self._pipe[1], False)
         self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         self._handlers: dict[int, Any] = {number: signal.signal(number, _ignored) for number in _SIGNALS}
+        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._thread = threading.Thread(target=self._listen, name="stop-requests", daemon=True)
         self._thread.start()
         return self
@@ -70,7 +74,14 @@ class StopRequests:
 
     def _listen(self) -> None:
         first = None
-        while numbers := os.read(self._pipe[0], 1):
+        while True:
+            if not select.select([self._pipe[0]], [], [], _LAUNCHER_S)[0]:
+                if self._launcher not in (None, os.getppid()) and self._requested is None:
+                    self._requested = "the launcher is gone"
+                    log.warning("%s: stopping after this step", self._requested)
+                continue
+            if not (numbers := os.read(self._pipe[0], 1)):
+                return
             if numbers[0] not in _SIGNALS:
                 continue
             if failure_reported():

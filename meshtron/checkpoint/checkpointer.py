@@ -24,6 +24,9 @@ from meshtron.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
+# How long an error waits for a save in flight to end; other ranks are alive still, so it normally does.
+_IN_FLIGHT_S = 300.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
@@ -47,7 +50,7 @@ class Checkpointer:
         process_group: the ranks that take part; by default the whole world.
 
     Raises:
-        CheckpointError: leftovers of a killed run cannot be removed.
+        CheckpointError: the folder cannot be read, or a step that was being replaced cannot be put back.
     """
 
     def __init__(
@@ -146,8 +149,12 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:  # otherwise other ranks may be gone, and the first error is the one to see
+        if kind is None:
             self.close()
+        elif self._thread is not None and self._thread.is_alive():
+            # Other ranks may be gone, and then this fails by itself; the first error is the one to see.
+            log.warning("%s: first the save in flight is finished", kind.__name__)
+            self._thread.join(_IN_FLIGHT_S)
 
     # Finding
 
@@ -160,7 +167,14 @@ class Checkpointer:
         return self._ranks.from_first(steps.newest(self.folder) if self._ranks.rank == 0 else None)
 
     def newest_sound(self) -> Path | None:
-        """Folder of the newest step whose every byte is as it was written; damaged ones are logged as errors."""
+        """Folder of the newest step whose every byte is as it was written; damaged ones are logged as errors.
+
+        Returns:
+            None where there is no step at all.
+
+        Raises:
+            CheckpointError: all there are are damaged.
+        """
         named = self._ranks.from_first(steps.named_steps(self.folder) if self._ranks.rank == 0 else [])
         for step in reversed(named):
             folder = steps.step_folder(self.folder, step)
@@ -170,7 +184,25 @@ class Checkpointer:
             if self._ranks.rank == 0:
                 listed = "; ".join(f"{name}: {problem}" for name, problem in found.items())
                 log.error("%s is damaged and is passed over: %s", folder, listed)
+        if named:
+            raise CheckpointError(
+                f"{self.folder}: every step is damaged: {', '.join(map(str, named))} (see meshtron ckpt verify); "
+                'move them away, or begin anew with checkpoint.resume = "none"'
+            )
         return None
+
+    def find(self, path: Path | str) -> Path:
+        """``find_step(path)``, looked for by one rank: all ranks get the same answer."""
+        found, problem = None, ""
+        if self._ranks.rank == 0:
+            try:
+                found = steps.find_step(path)
+            except CheckpointError as error:
+                problem = str(error)
+        found, problem = self._ranks.from_first((found, problem))
+        if found is None:
+            raise CheckpointError(problem)
+        return found
 
     # How a step is written
 

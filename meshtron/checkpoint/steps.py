@@ -15,8 +15,8 @@ import re
 import shutil
 from pathlib import Path
 
-from meshtron.checkpoint.manifest import MANIFEST, is_whole
-from meshtron.durable import sync_folder
+from meshtron.checkpoint.manifest import MANIFEST, is_whole, unwhole
+from meshtron.durable import make_folder, sync_folder
 from meshtron.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -59,6 +59,7 @@ def find_step(path: Path | str) -> Path:
 
     Args:
         path: a step folder, a folder of checkpoints, or a run's folder; of the last two the newest whole step.
+            Newer ones that are not whole are logged as errors.
 
     Raises:
         CheckpointError: there is no checkpoint under ``path``.
@@ -71,10 +72,16 @@ def find_step(path: Path | str) -> Path:
     if _STEP.fullmatch(path.name):
         raise CheckpointError(f"{path}: no {MANIFEST}, so this is no whole checkpoint")
     for folder in (path, path / "checkpoints"):
-        found = newest(folder)
-        if found is not None:
-            return found
-        if named := named_steps(folder):
+        named = named_steps(folder)
+        damaged: list[str] = []
+        for step in reversed(named):
+            problem = unwhole(step_folder(folder, step))
+            if not problem:
+                for line in damaged:
+                    log.error(line)
+                return step_folder(folder, step)
+            damaged.append(f"{step_folder(folder, step)} is damaged and is passed over: {problem}")
+        if named:
             steps = ", ".join(map(str, named))
             raise CheckpointError(f"{folder}: no whole checkpoint; damaged: {steps} (see meshtron ckpt verify)")
     raise CheckpointError(f"{path}: holds no checkpoint; expected a step folder or a run's folder")
@@ -87,7 +94,7 @@ def writing_folder(folder: Path, step: int) -> Path:
 
 def begin(folder: Path, step: int) -> None:
     """Create the empty folder in which a step is written."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     _remove(writing_folder(folder, step))
     writing_folder(folder, step).mkdir()
 
@@ -97,10 +104,16 @@ def commit(folder: Path, step: int) -> None:
     final, writing = step_folder(folder, step), writing_folder(folder, step)
     replaced = _beside(final, REPLACED)
     sync_folder(writing)
-    if final.exists():
+    former = final.exists()
+    if former:
         _remove(replaced)
         final.rename(replaced)
-    writing.rename(final)
+    try:
+        writing.rename(final)
+    except OSError:
+        if former:  # the next start would put it back too; readers need not wait for that
+            replaced.rename(final)
+        raise
     sync_folder(folder)
     _remove(replaced)
 
@@ -113,7 +126,8 @@ def discard(folder: Path, step: int) -> None:
 def clear_leftovers(folder: Path) -> list[str]:
     """Tidy up after a kill, and say what was found: one line a leftover.
 
-    A step that was whole before its replacement had its name gets it back; everything else is deleted.
+    A step that was whole before its replacement had its name gets it back; everything else is deleted. What cannot
+    be deleted stays: it has no step's name, so it does no harm.
     """
     found = []
     names = os.listdir(folder) if folder.is_dir() else []
@@ -126,8 +140,12 @@ def clear_leftovers(folder: Path) -> list[str]:
             leftover.rename(final)
             found.append(f"{name}: stopped while {stem} was saved again; put back the former {stem}")
         else:
-            _remove(leftover)
-            found.append(f"{name}: stopped before it was complete; removed")
+            try:
+                _remove(leftover)
+                done = "removed"
+            except OSError as error:
+                done = f"cannot be removed: {error}"
+            found.append(f"{name}: stopped before it was complete; {done}")
     if found:
         sync_folder(folder)
     return found
@@ -164,5 +182,7 @@ def _beside(final: Path, suffix: str) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    if folder.exists():
+    if folder.is_symlink():  # a step that somebody has moved to another disk: the link goes, the content is theirs
+        folder.unlink()
+    elif folder.exists():
         shutil.rmtree(folder)
