@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -173,7 +174,55 @@ def test_leftovers_are_named_once(tmp_path, caplog):
     assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000009.notes"]
 
 
+def test_links_are_unlinked_and_what_cannot_be_deleted_stops_no_start(tmp_path, monkeypatch, caplog):
+    folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    for step in (1, 2):
+        save(folder, step)
+    os.rename(folder / "step-00000001", elsewhere)
+    (folder / "step-00000001").symlink_to(elsewhere)
+    save(folder, 3, keep_last=1)
+    assert os.listdir(folder) == ["step-00000003"]
+    assert step_of(elsewhere) == 1
+    (folder / "step-00000002.removing").mkdir()
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(steps, "_remove", refuse)
+    Checkpointer(folder).close()
+    assert "step-00000002.removing: stopped before it was complete; cannot be removed" in caplog.text
+
+
+def test_an_error_in_training_lets_the_save_in_flight_end(tmp_path, monkeypatch):
+    write = checkpointer_module.write_file
+
+    def slow(*args):
+        time.sleep(0.3)
+        return write(*args)
+
+    monkeypatch.setattr(checkpointer_module, "write_file", slow)
+    with suppress(ZeroDivisionError), Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"a": torch.ones(2)}, {})
+        assert whole_steps(tmp_path) == []
+        raise ZeroDivisionError
+    assert whole_steps(tmp_path) == [1]
+
+
 # Damage
+
+
+def test_nothing_begins_anew_where_every_step_is_damaged(tmp_path):
+    for step in (1, 2):
+        (save(tmp_path, step) / "index.json").unlink()
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(CheckpointError, match="every step is damaged: 1, 2"):
+        checkpointer.newest_sound()
+
+
+def test_a_run_folder_stands_for_its_newest_whole_step_and_names_those_it_passes_over(tmp_path, caplog):
+    sound, damaged = save(tmp_path, 1), save(tmp_path, 2)
+    (damaged / "index.json").unlink()
+    assert find_step(tmp_path) == sound
+    assert f"{damaged} is damaged and is passed over: index.json: missing" in caplog.text
 
 
 def flip(path: Path, position: int, bit: int) -> None:

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from meshtron import loop
 from meshtron.build import build_job
 from meshtron.checkpoint import checkpointer, files, read_manifest, whole_steps
+from meshtron.durable import only_run
 from meshtron.errors import CheckpointError, MeshtronError
 from meshtron.loop import train
 from meshtron.recipe import Recipe, dump_recipe
@@ -184,6 +185,46 @@ def test_auto_passes_over_damage_and_an_explicit_step_stops(folder, caplog):
     caplog.clear()
     train(small_recipe(folder, checkpoint={"resume": 5}))
     assert "also holds the later steps 10" in caplog.text
+
+
+def test_an_explicit_step_that_lacks_a_file_is_refused_by_its_name(folder):
+    train(small_recipe(folder))
+    (checkpoints(folder) / "step-00000010" / "index.json").unlink()
+    with pytest.raises(CheckpointError, match=r"step-00000010 is damaged: index\.json: missing; .* whole steps 5"):
+        train(small_recipe(folder, checkpoint={"resume": 10}))
+
+
+def test_frozen_parameters_and_persistent_buffers_are_part_of_a_checkpoint(folder, monkeypatch):
+    def count(module: torch.nn.Module, _inputs: tuple) -> None:
+        module.seen.add_(1)
+
+    def build(recipe: Recipe, device: torch.device) -> loop.Job:
+        job = build_job(recipe, device)
+        stage = job.model.stages[0]
+        stage.register_parameter("frozen", torch.nn.Parameter(torch.zeros(3), requires_grad=False))
+        stage.register_buffer("seen", torch.zeros(()))
+        stage.register_forward_pre_hook(count)
+        jobs.append(stage)
+        return job
+
+    jobs: list[torch.nn.Module] = []
+    monkeypatch.setattr(loop, "build_job", build)
+    train(small_recipe(folder, training={"steps": 2}))
+    first = jobs[0].seen.item()
+    assert first > 0
+    train(small_recipe(folder, training={"steps": 4}))
+    assert jobs[1].seen.item() == 2 * first
+
+
+def test_a_second_run_in_one_folder_is_refused(tmp_path):
+    with (
+        only_run(tmp_path),
+        pytest.raises(MeshtronError, match="another run is writing there"),
+        only_run(tmp_path, 0),
+    ):
+        pass
+    with only_run(tmp_path, 0):
+        pass
 
 
 # Stopping
