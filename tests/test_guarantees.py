@@ -16,7 +16,9 @@ from tests.runs import logged, small_recipe, token_folder
 
 def norms_after_twenty_steps(mesh: str, sequence_parallel: bool) -> dict[str, torch.Tensor]:
     options = {"mesh": mesh, "labels": "ragged", "parallel.sequence_parallel": sequence_parallel}
-    options |= {"training.param_dtype": "float32", "training.micro_batch_size": 4, "model.num_hidden_layers": 2}
+    micro_batch = 4 if mesh.startswith("2x") else 8
+    options |= {"training.param_dtype": "float32", "training.micro_batch_size": micro_batch}
+    options |= {"model.num_hidden_layers": 2}
     recipe = recipe_of(options).resolve(torch.distributed.get_world_size())
     job = build_job(recipe, torch.device("cpu"))
     for step in range(20):
