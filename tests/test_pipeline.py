@@ -1,12 +1,14 @@
 """Cutting a model into stages: balance, names, refusals; forward only from stage to stage."""
 
+import functools
+
 import pytest
 import torch
 
 from meshtron.errors import LayoutError
 from meshtron.mesh import Layout, build_mesh
 from meshtron.models.llama import STAGES, Llama
-from meshtron.parallel.pipeline import forward_stages
+from meshtron.parallel.pipeline import forward_stages, pipeline_schedule
 from meshtron.parallel.schedules import check_schedule, stage_indices
 from meshtron.parallel.stages import split_layers, split_stages
 from meshtron.testing import run_ranks
@@ -68,6 +70,56 @@ def test_forward_only_equals_the_whole_model():
     assert run_ranks(forward_only, 4, "1F1B", 1) == [False, False, False, True]
     assert run_ranks(forward_only, 2, "Interleaved1F1B", 2) == [False, True]
     assert run_ranks(forward_only, 2, "ZBVZeroBubble", 2) == [True, False]
+
+
+class Turned(torch.nn.Module):
+    """A layer whose output, and whose input's gradient, lie in memory the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = torch.nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.mix(x).transpose(1, 2))
+
+
+def gradients_of_turned(schedule: str, stages_per_rank: int) -> dict[str, torch.Tensor]:
+    mesh = build_mesh(Layout(pp=2), "cpu")
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(Turned() for _ in range(4))}).double()
+    inputs = torch.randn(8, 6, 6, dtype=torch.float64).transpose(1, 2)
+    targets = torch.randn(8, 6, 6, dtype=torch.float64).transpose(1, 2)
+    hidden = inputs
+    for layer in model["layers"]:
+        hidden = layer(hidden)
+    (hidden - targets).square().sum().backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    stages = split_stages(model, mesh["pp"], layers="layers", schedule=schedule, stages_per_rank=stages_per_rank)
+    for stage in stages:
+        stage.forward = functools.partial(in_order, stage)
+    runner = pipeline_schedule(
+        stages, mesh["pp"], schedule, num_microbatches=4, loss_fn=lambda out, target: (out - target).square().sum()
+    )
+    runner.step(inputs, targets)
+    found = {name: p.grad for stage in stages for name, p in stage.named_parameters()}
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-12)
+    return found
+
+
+def in_order(stage: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    for layer in stage["layers"]:
+        x = layer(x)
+    return x
+
+
+@pytest.mark.parametrize(("schedule", "stages_per_rank"), [("1F1B", 1), ("ZBVZeroBubble", 2)])
+def test_what_stages_hand_on_need_not_be_contiguous(schedule, stages_per_rank):
+    ranks = run_ranks(gradients_of_turned, 2, schedule, stages_per_rank)
+    assert sorted(name for found in ranks for name in found) == [
+        f"layers.{layer}.mix.{kind}" for layer in range(4) for kind in ("bias", "weight")
+    ]
 
 
 def forgotten_part() -> None:

@@ -69,10 +69,11 @@ def pipeline_schedule(
 
 
 class _Stage(PipelineStage):
-    """torch's stage, with the two gaps closed that meshtron meets.
+    """torch's stage, with the three gaps closed that meshtron meets.
 
     The weight pass of zero-bubble schedules writes ``.grad`` without firing autograd's hooks, so it is reported;
-    and torch 2.11 opens a connection from a rank to itself for V-shaped schedules, which gloo refuses.
+    torch 2.11 opens a connection from a rank to itself for V-shaped schedules, which gloo refuses; and what a stage
+    hands on need not be contiguous, but can be sent only if it is.
     """
 
     after_weight_pass: list[Callable[[nn.Module], None]]
@@ -81,6 +82,13 @@ class _Stage(PipelineStage):
         super().backward_weight_one_chunk(*args, **kwargs)
         for report in self.after_weight_pass:
             report(self.submod)
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        return _contiguous(super().forward_maybe_with_nosync(*args, **kwargs))
+
+    def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        gradients, groups = super().backward_maybe_with_nosync(*args, **kwargs)
+        return _contiguous(gradients), groups
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         me = dist.get_rank(self.group)
@@ -189,7 +197,7 @@ class PipelineRunner:
             self._shape = _key(microbatch)
         losses: list[Tensor] = []
         self._schedule.step(
-            *((inputs,) if self.is_first else ()),
+            *((inputs.contiguous(),) if self.is_first else ()),  # torch 2.11 compares strides with those it expects
             target=targets if self.is_last else None,
             losses=losses if self.is_last else None,
             return_outputs=False,
@@ -280,6 +288,10 @@ def total_loss(loss: Tensor, mesh: DeviceMesh, *, axes: tuple[str, str] = ("pp",
         if axis in (mesh.mesh_dim_names or ()) and mesh[axis].size() > 1:
             dist.all_reduce(total, group=mesh.get_group(axis))
     return total
+
+
+def _contiguous(values: Any) -> Any:
+    return torch.utils._pytree.tree_map_only(Tensor, Tensor.contiguous, values)
 
 
 def _key(inputs: Tensor) -> tuple[torch.Size, torch.dtype]:
