@@ -70,6 +70,13 @@ MUTATIONS = (
         f"{_LAYOUT}[1x2x1]",
     ),
     Mutation(
+        "the norm of a large matrix is summed in one go on a CPU",
+        "meshtron/kernels/adamw.py",
+        "vector_norm(tensor, dim=-1, dtype",
+        "vector_norm(tensor, dtype",
+        "tests/test_adamw.py -k sum_of_squares",
+    ),
+    Mutation(
         "gradients of sequence parallel norms are not summed over tp",
         "meshtron/parallel/gradients.py",
         "        self._sum_partial_over_tp()\n",
