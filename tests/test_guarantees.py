@@ -183,6 +183,7 @@ def test_layers_share_compiled_graphs_and_are_not_compiled_again(mode, mesh):
         "mesh": mesh,
         "labels": "ragged",
         "training.compile": True,
+        "training.param_dtype": "float32",  # torch 2.11 does not compile attention in float64
         "training.activation_checkpointing": mode,
         "training.micro_batch_size": 4,
         "model.num_hidden_layers": 2,
@@ -193,4 +194,4 @@ def test_layers_share_compiled_graphs_and_are_not_compiled_again(mode, mesh):
     for (first, *later), losses in run_ranks(compiled_steps, int(mesh[-1]), options):
         assert 1 <= first <= 4
         assert later == [first] * 2
-        torch.testing.assert_close(losses[: len(expected)], expected, rtol=1e-10, atol=0)
+        torch.testing.assert_close(losses[: len(expected)], expected, rtol=1e-5, atol=0)

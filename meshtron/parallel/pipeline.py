@@ -69,11 +69,12 @@ def pipeline_schedule(
 
 
 class _Stage(PipelineStage):
-    """torch's stage, with the three gaps closed that meshtron meets.
+    """torch's stage, with the gaps closed that meshtron meets.
 
     The weight pass of zero-bubble schedules writes ``.grad`` without firing autograd's hooks, so it is reported;
-    torch 2.11 opens a connection from a rank to itself for V-shaped schedules, which gloo refuses; and what a stage
-    hands on need not be contiguous, but can be sent only if it is.
+    torch 2.11 opens a connection from a rank to itself for V-shaped schedules, which gloo refuses. What a
+    stage hands on need not be contiguous, but can be sent only if it is. Between the input pass and the weight pass
+    torch 2.11 holds autograd functions written in Python (the fused loss) too weakly, so their graph is kept.
     """
 
     after_weight_pass: list[Callable[[nn.Module], None]]
@@ -86,8 +87,12 @@ class _Stage(PipelineStage):
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         return _contiguous(super().forward_maybe_with_nosync(*args, **kwargs))
 
-    def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        gradients, groups = super().backward_maybe_with_nosync(*args, **kwargs)
+    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict, *args: Any, **kwargs: Any) -> Any:
+        outputs = torch.utils._pytree.tree_leaves(bwd_kwargs["stage_output"]) if backward_type == "input" else []
+        graph = [output.view_as(output).grad_fn for output in outputs]
+        gradients, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, *args, **kwargs)
+        if groups:
+            groups[0]["graph"] = graph  # dropped with the group, after its weight pass
         return _contiguous(gradients), groups
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
@@ -130,7 +135,10 @@ class PipelineRunner:
         self._boundaries: dict[Any, list[Tensor]] = {}
         if boundary is not None:
             between = [boundary.hidden] * (self.num_stages - 1)
-            self._boundaries[_key(boundary.inputs)] = [boundary.inputs, *between, boundary.output]
+            borders = [boundary.inputs, *between, boundary.output]
+            self._boundaries[_key(boundary.inputs)] = [
+                torch.empty(like.shape, dtype=like.dtype, device="meta") for like in borders
+            ]
         self._schedule: Any = None
         self._shape: Any = None  # of the micro-batches that the schedule is built for
 
