@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from examples.parity_own_model import subject
+from meshtron.cli import main
 from meshtron.comparison import Variant, compare_recipe, launch, parity, parse_variants, print_report, worker
 from meshtron.errors import MeshtronError, RecipeError
 from meshtron.recipe import Recipe
@@ -75,13 +76,38 @@ def test_what_does_not_fit_is_said_before_anything_starts(monkeypatch):
         compare_recipe(small_recipe(training__micro_batch_size=2), parse_variants("2x2x1", "1F1B"))
 
 
-def test_the_command_starts_the_ranks_and_writes_json(tmp_path):
-    recipe = tmp_path / "recipe.toml"
+def test_fewer_gpus_than_ranks_is_said_and_means_the_cpu(monkeypatch):
+    variants = parse_variants("1x1x1,2x2x1", "1F1B")
+    for gpus, device, note in (
+        (1, "cpu", "1 GPU for 4 ranks: comparing on CPU with gloo"),
+        (4, "cuda", "comparing on 4 of 4 GPUs with NCCL"),
+    ):
+        monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
+        assert launch._pick_device("auto", variants) == (device, [note])
+
+
+def test_a_difference_ends_the_command_with_an_error(in_pool, monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(launch.TOLERANCES, "float64", 0.0)  # rounding is then a difference
+    command = ["meshtron", "parity", str(recipe_file(tmp_path)), "--layouts", "1x1x1,1x1x2", "--steps", "1"]
+    monkeypatch.setattr(sys, "argv", [*command, "run.device=cpu"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert "error: the numbers depend on the layout" in capsys.readouterr().err
+
+
+def recipe_file(folder: Path) -> Path:
+    recipe = folder / "recipe.toml"
     model = "\n".join(f"{key} = {value}" for key, value in MODEL.items())
     recipe.write_text(
         f"[model]\n{model}\n[training]\nsteps = 10\nseq_len = 8\nglobal_batch_size = 4\nmicro_batch_size = 1\n"
         '[data]\ntrain = [{ path = "none" }]\n'
     )
+    return recipe
+
+
+def test_the_command_starts_the_ranks_and_writes_json(tmp_path):
+    recipe = recipe_file(tmp_path)
     command = [sys.executable, "-m", "meshtron", "parity", str(recipe), "--layouts", "1x1x2,1x2x1", "--steps", "1"]
     done = subprocess.run(
         [*command, "--json", str(tmp_path / "out.json"), "run.device=cpu"],
