@@ -52,7 +52,7 @@ def _recomputed(kind: type[nn.Module], mode: str) -> type[nn.Module]:
         def layer(*inputs: Any) -> Any:
             return kind.forward(self, *inputs, **kwargs)
 
-        return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=False, **options)
+        return checkpoint(layer, *args, use_reentrant=False, **options)  # dropout drops the same both times
 
     _subclasses[kind, mode] = type(f"Recomputed{kind.__name__}", (kind,), {"forward": forward})
     return _subclasses[kind, mode]

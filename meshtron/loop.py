@@ -236,7 +236,18 @@ def document_tensors(batch: Batch) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def validate(job: Job, held_out: ValidationSet) -> float:
-    """Mean token loss over a held-out set, each sample once, whatever the layout."""
+    """Mean token loss over a held-out set, each sample once, whatever the layout; without dropout."""
+    modes = [(module, module.training) for stage in job.model.stages for module in stage.modules()]
+    for stage in job.model.stages:
+        stage.eval()
+    try:
+        return _held_out_loss(job, held_out)
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _held_out_loss(job: Job, held_out: ValidationSet) -> float:
     loss_sum = torch.zeros((), dtype=torch.float64, device=job.device)
     count = torch.zeros((), dtype=torch.int64, device=job.device)
     job.loss_fn.denominator = torch.ones((), device=job.device)

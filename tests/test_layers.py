@@ -21,6 +21,32 @@ from tests.runs import small_recipe
 CPU = torch.device("cpu")
 
 
+class Dropping(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.dropout = torch.nn.Linear(16, 16), torch.nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.mix(x)).relu()
+
+
+def gradients_with_dropout(mode: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList(Dropping() for _ in range(2))
+    recompute_layers(layers, mode)
+    x = torch.randn(4, 16)
+    for layer in layers:
+        x = layer(x)
+    x.square().sum().backward()
+    return [parameter.grad for parameter in layers.parameters()]
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_dropout_drops_the_same_when_a_layer_is_computed_again(mode):
+    expected = gradients_with_dropout("none")
+    assert all(torch.equal(a, b) for a, b in zip(gradients_with_dropout(mode), expected, strict=True))
+
+
 def gradients(mode: str) -> tuple[dict[str, torch.Tensor], int]:
     """Gradients of a small Llama, and how many elements of activations its forward pass keeps."""
     model = Llama(small_config(num_hidden_layers=2))
