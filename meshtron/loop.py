@@ -15,7 +15,7 @@ from meshtron import world
 from meshtron.build import Job, build_job, model_section, norm_type_of
 from meshtron.checkpoint import Checkpointer
 from meshtron.data import Batch, TrainStream, ValidationSet
-from meshtron.durable import make_folder, only_run, writing
+from meshtron.durable import make_folder, writing
 from meshtron.errors import MeshtronError
 from meshtron.feed import check_tokenizer, data_state, describe_stage, open_training, open_validation
 from meshtron.hf.recipe import fill_from_hf
@@ -28,6 +28,7 @@ from meshtron.optim import set_learning_rate
 from meshtron.parallel.pipeline import total_loss
 from meshtron.recipe import Recipe, dump_recipe
 from meshtron.resume import Progress, resume, save, seed_rng
+from meshtron.run_lock import only_run
 from meshtron.stopping import StopRequests
 from meshtron.timing import Stopwatch, profiler, scheduled_garbage_collection
 
@@ -203,7 +204,7 @@ def measure(job: Job, outcome: Outcome, progress: Progress, stopwatch: Stopwatch
         step_tokens=job.recipe.training.global_batch_size * outcome.seq_len,
         num_devices=world.world_size(),
         flops_per_token=flops_of(job.model.spec, model_section(job.recipe), outcome.seq_len),
-        peak=peak_flops(torch.cuda.get_device_name(job.device)) if job.device.type == "cuda" else None,
+        peak=device_peak(job),
         step=progress.step,
         tokens=progress.tokens,
         samples=progress.samples,
@@ -214,6 +215,13 @@ def measure(job: Job, outcome: Outcome, progress: Progress, stopwatch: Stopwatch
         data_wait_s=data_wait_s,
         step_s=step_s,
     )
+
+
+def device_peak(job: Job) -> float | None:
+    """FLOP/s that mfu is a part of: what the recipe states, else what is known of the device."""
+    if job.recipe.metrics.peak_tflops:
+        return job.recipe.metrics.peak_tflops * 1e12
+    return peak_flops(torch.cuda.get_device_name(job.device)) if job.device.type == "cuda" else None
 
 
 def forward_backward(job: Job, batch: Batch) -> Tensor:

@@ -160,6 +160,21 @@ def test_a_kill_before_any_change_to_the_disk_loses_nothing(tmp_path):
     assert changes > 6
 
 
+def test_a_step_that_cannot_be_replaced_keeps_its_former_content(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    rename = Path.rename
+
+    def refused(path: Path, target: Path) -> Path:
+        if path.name.endswith(".writing"):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        save(tmp_path, 1)
+    assert step_of(tmp_path / "step-00000001") == 1
+
+
 def test_leftovers_are_named_once(tmp_path, caplog):
     save(tmp_path, 1)
     (tmp_path / "step-00000002.writing").mkdir()

@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from meshtron.build import build_job
 from meshtron.checkpoint import load
 from meshtron.data import Stage, TrainStream, open_source
+from meshtron.feed import open_validation
 from meshtron.initialize import init_weights
-from meshtron.loop import train
+from meshtron.loop import train, validate
 from meshtron.mesh import Layout
-from meshtron.models.llama import Llama, config_of, init_std
+from meshtron.models.llama import Llama, config_of, flops_per_token, init_std
 from meshtron.recipe import Recipe, load_recipe
 from meshtron.testing import run_ranks
 from tests.runs import logged, small_recipe, token_folder
@@ -124,6 +126,35 @@ def test_resume_at_any_layout_continues_the_run_that_never_stopped(folder, finis
     # And back: what that layout saved goes on at the first one.
     run(small_recipe(folder, "2x2x2", training={"steps": 11}), "2x2x2")
     assert [line["step"] for line in logged(folder)] == list(range(1, 12))
+
+
+def test_mfu_is_of_the_peak_that_the_recipe_states(folder):
+    recipe = small_recipe(folder, training={"steps": 1}, metrics={"peak_tflops": 0.5})
+    run(recipe, "1x1x1")
+    (line,) = logged(folder)
+    flops = flops_per_token(config_of(recipe.model.model_dump()), recipe.training.seq_len)
+    assert line["mfu"] == pytest.approx(line["tokens_per_s"] * flops / 0.5e12)
+
+
+def dropping_job(recipe: Recipe) -> tuple[list[float], list[bool]]:
+    """Validation losses before and after a number is drawn, of a job with dropout; and whether it trains on."""
+    job = build_job(recipe.resolve(1), torch.device("cpu"))
+    (stage,) = job.model.stages
+    stage.layers[0].register_forward_hook(lambda module, args, out: F.dropout(out, 0.5, module.training))
+    stage.layers[1].eval()  # as somebody leaves a frozen part
+    held_out = open_validation(job.recipe, job.mesh, job.device)
+    losses = [validate(job, held_out)]
+    torch.rand(1)
+    losses.append(validate(job, held_out))
+    return losses, [layer.training for layer in stage.layers]
+
+
+def test_validation_runs_without_dropout_and_leaves_modes_as_they_were(folder):
+    held_out = token_folder(folder / "held_out", documents=5, seed=1)
+    recipe = small_recipe(folder, validation={"interval": 1, "data": [{"path": str(held_out)}]})
+    ((losses, training),) = run_ranks(dropping_job, 1, recipe)
+    assert losses[0] == losses[1]
+    assert training == [True, False, True, True]
 
 
 def test_resume_at_the_same_layout_is_bit_equal(folder):

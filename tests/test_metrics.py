@@ -1,5 +1,7 @@
 """Metrics: the lines, each step once after a resume, rates and FLOPs by the documented formulas, wandb offline."""
 
+import errno
+import io
 import json
 import math
 import sys
@@ -135,3 +137,15 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, module, options):
     with pytest.raises(MeshtronError, match=r"pip install \"meshtron\["):
         MetricsWriter(tmp_path, steps=10, **options)
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_disk_that_refuses_the_log_is_one_line_with_path_and_reason(tmp_path):
+    writer = MetricsWriter(tmp_path, steps=10)
+    writer._file = FullDisk()
+    with pytest.raises(MeshtronError, match=r"metrics\.jsonl: cannot be written: No space left on device"):
+        writer.log(step(1))

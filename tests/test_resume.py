@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +23,10 @@ from torch.nn import functional as F
 from meshtron import loop
 from meshtron.build import build_job
 from meshtron.checkpoint import checkpointer, files, read_manifest, whole_steps
-from meshtron.durable import only_run
 from meshtron.errors import CheckpointError, MeshtronError
 from meshtron.loop import train
 from meshtron.recipe import Recipe, dump_recipe
+from meshtron.run_lock import only_run
 from meshtron.testing import run_ranks
 from tests.runs import logged, small_recipe, token_folder
 
@@ -115,6 +116,15 @@ def test_a_changed_recipe_is_logged_and_followed(folder, caplog):
     caplog.clear()
     train(changed)
     assert "changed since" not in caplog.text
+
+
+def test_another_batch_size_alone_says_that_the_learning_rate_is_the_same(folder, caplog):
+    caplog.set_level(logging.INFO)
+    train(small_recipe(folder, training={"steps": 4}, checkpoint={"interval": 2}))
+    shutil.rmtree(checkpoints(folder) / "step-00000004")
+    caplog.clear()
+    train(small_recipe(folder, training={"steps": 4, "global_batch_size": 8}))
+    assert "learning rate of step 3: 0.003, by the saved recipe 0.003; horizon 4 steps, was 4" in caplog.text
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_both_values(folder):
@@ -339,6 +349,25 @@ def test_a_signal_to_the_launcher_saves_and_leaves_no_process(folder):
     assert whole_steps(checkpoints(folder))[-1] == stopped_at
     assert not any(rank.is_running() for rank in ranks)
     assert not [path for path in checkpoints(folder).iterdir() if "." in path.name]
+
+
+def test_ranks_whose_launcher_is_killed_save_and_end(folder):
+    recipe = small_recipe(folder, "1x2x1", training={"steps": 100000}, checkpoint={"interval": 3, "keep_last": 2})
+    (folder / "recipe.toml").write_text(dump_recipe(recipe))
+    process = torchrun(folder)
+    wait_for_step(folder, 3, process)
+    ranks = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    try:
+        assert not psutil.wait_procs(ranks, timeout=30)[1]
+    finally:
+        for rank in ranks:
+            with suppress(psutil.NoSuchProcess):
+                rank.kill()
+    errors = process.communicate()[1]
+    assert "the launcher is gone" in errors, errors
+    stopped_at = int(errors.partition("stopped as asked, after step ")[2].split()[0])
+    assert whole_steps(checkpoints(folder))[-1] == stopped_at
 
 
 def test_train_py_is_killed_and_ends_where_it_would_have(folder):

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     get_schedule_class,
@@ -16,6 +15,7 @@ from torch.distributed.pipelining.schedules import (
 
 from meshtron.errors import LayoutError
 from meshtron.parallel.boundaries import find_boundaries
+from meshtron.parallel.pipeline_stage import ScheduledStage
 from meshtron.parallel.schedules import SCHEDULES, check_schedule, stage_indices
 from meshtron.parallel.stages import Stages, as_stages
 
@@ -66,38 +66,6 @@ def pipeline_schedule(
     return PipelineRunner(
         stages, pp_mesh, schedule, num_microbatches=num_microbatches, loss_fn=loss_fn, boundary=boundary
     )
-
-
-class _Stage(PipelineStage):
-    """torch's stage, with the gaps closed that meshtron meets.
-
-    The weight pass of zero-bubble schedules writes ``.grad`` without firing autograd's hooks, so it is reported;
-    torch 2.11 opens a connection from a rank to itself for V-shaped schedules, which gloo refuses. What a
-    stage hands on need not be contiguous, but can be sent only if it is. Between the input pass and the weight pass
-    torch 2.11 holds autograd functions written in Python (the fused loss) too weakly, so their graph is kept.
-    """
-
-    after_weight_pass: list[Callable[[nn.Module], None]]
-
-    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        super().backward_weight_one_chunk(*args, **kwargs)
-        for report in self.after_weight_pass:
-            report(self.submod)
-
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        return _contiguous(super().forward_maybe_with_nosync(*args, **kwargs))
-
-    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict, *args: Any, **kwargs: Any) -> Any:
-        outputs = torch.utils._pytree.tree_leaves(bwd_kwargs["stage_output"]) if backward_type == "input" else []
-        graph = [output.view_as(output).grad_fn for output in outputs]
-        gradients, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, *args, **kwargs)
-        if groups:
-            groups[0]["graph"] = graph  # dropped with the group, after its weight pass
-        return _contiguous(gradients), groups
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        me = dist.get_rank(self.group)
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != me]
 
 
 class PipelineRunner:
@@ -156,7 +124,7 @@ class PipelineRunner:
             device = torch.device("cuda", torch.cuda.current_device())
         torch_stages = []
         for index, module in zip(self.indices, self.stages, strict=True):
-            stage = _Stage(
+            stage = ScheduledStage(
                 module,
                 index,
                 self.num_stages,
@@ -296,10 +264,6 @@ def total_loss(loss: Tensor, mesh: DeviceMesh, *, axes: tuple[str, str] = ("pp",
         if axis in (mesh.mesh_dim_names or ()) and mesh[axis].size() > 1:
             dist.all_reduce(total, group=mesh.get_group(axis))
     return total
-
-
-def _contiguous(values: Any) -> Any:
-    return torch.utils._pytree.tree_map_only(Tensor, Tensor.contiguous, values)
 
 
 def _key(inputs: Tensor) -> tuple[torch.Size, torch.dtype]:
