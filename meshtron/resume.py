@@ -97,6 +97,11 @@ def resume(job: Job, checkpointer: Checkpointer) -> Progress:
         log.info("started from the weights of %s", start.folder)
         _warn_of_newer(checkpointer, 0)
         return Progress()
+    if "recipe" not in manifest.meta:
+        raise CheckpointError(
+            f"{start.folder}: no training run saved it, so it has no step, data position or recipe to go on from; "
+            "begin a run from its weights with a checkpoint that train.py or meshtron import-hf wrote"
+        )
     meta = load(start.folder, tensors_of(job), partial=section.partial, check_hashes=not start.verified)
     job.optimizer.publish()
     log.info("resumed %s at step %d, saved at layout %s", start.folder, meta["step"], meta["layout"])

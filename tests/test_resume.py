@@ -20,6 +20,7 @@ import torch
 from torch import distributed as dist
 from torch.nn import functional as F
 
+import meshtron as mt
 from meshtron import loop
 from meshtron.build import build_job
 from meshtron.checkpoint import checkpointer, files, read_manifest, whole_steps
@@ -156,6 +157,12 @@ def test_a_new_run_from_the_weights_of_another_and_again_after_a_kill(folder, ca
     assert "is where this run began; it goes on from its own newest step" in caplog.text
     assert f"resumed {checkpoints(second) / 'step-00000005'} at step 5" in caplog.text
     assert [line["loss"] for line in logged(second)] == [line["loss"] for line in before]
+
+
+def test_a_checkpoint_that_no_training_run_saved_is_refused(folder):
+    mt.save(folder / "mine" / "checkpoints", {"model": torch.nn.Linear(2, 2)})
+    with pytest.raises(CheckpointError, match="no training run saved it"):
+        train(small_recipe(folder, checkpoint={"resume": str(folder / "mine")}))
 
 
 def test_partial_leaves_a_replaced_head_as_it_is(folder):

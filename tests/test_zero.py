@@ -9,6 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshtron.mesh import Layout, build_mesh
+from meshtron.parallel.axis import Axis
+from meshtron.parallel.clip import owned_norm
 from meshtron.parallel.placement import local_part
 from meshtron.parallel.zero import ZeroOptimizer
 from meshtron.testing import run_ranks
@@ -158,3 +160,13 @@ def one_gradient_too_many() -> None:
 def test_more_backwards_than_announced_is_an_error():
     with pytest.raises(AssertionError, match="num_microbatches is too small"):
         run_ranks(one_gradient_too_many, 1)
+
+
+def largest_where_one_rank_has_nan() -> float:
+    mesh = build_mesh(Layout(pp=2), "cpu")
+    gradient = torch.tensor([1.0, math.nan if mesh.get_local_rank("pp") == 0 else 2.0])
+    return owned_norm([gradient], [Axis.of(mesh, "pp")], math.inf, "cpu").item()
+
+
+def test_ranks_agree_that_an_inf_norm_is_not_finite():
+    assert run_ranks(largest_where_one_rank_has_nan, 2) == [math.inf] * 2

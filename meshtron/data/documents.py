@@ -106,14 +106,19 @@ def _walk(folder: Path, selection: Selection) -> list[Path]:
 
     files = []
     for path in sorted(folder.rglob("*")):
-        name = path.name.removesuffix(".gz").removesuffix(".zst")
-        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in selection.include) or not path.is_file():
+        name = _uncompressed(path)
+        if not any(fnmatch.fnmatchcase(name, pattern.lower()) for pattern in selection.include) or not path.is_file():
             continue
         if any(excluded(part) for part in path.relative_to(folder).parts):
             selection.left_out.append(str(path))
         else:
             files.append(path)
     return files
+
+
+def _uncompressed(path: Path) -> str:
+    """Name without what says how it is compressed, in lower case: DATA.JSONL.GZ holds records too."""
+    return path.name.lower().removesuffix(".gz").removesuffix(".zst")
 
 
 def _is_dataset(folder: Path) -> bool:
@@ -123,7 +128,7 @@ def _is_dataset(folder: Path) -> bool:
 def _describe(path: Path) -> TextFile:
     if path.is_dir():
         return TextFile(path=str(path), kind="dataset")
-    suffix = Path(path.name.removesuffix(".gz").removesuffix(".zst")).suffix
+    suffix = Path(_uncompressed(path)).suffix
     kind = suffix[1:] if suffix in RECORD_SUFFIXES else "text"
     status = path.stat()
     return TextFile(path=str(path), kind=kind, size=status.st_size, modified_ns=status.st_mtime_ns)

@@ -48,9 +48,9 @@ def read_records(file: TextFile, keys: Sequence[str]) -> Iterator[Record | BadRe
 
 def _open(path: str) -> IO[bytes]:
     """A file of bytes, decompressed by its ending."""
-    if path.endswith(".gz"):
+    if path.lower().endswith(".gz"):
         return cast(IO[bytes], gzip.open(path, "rb"))
-    if path.endswith(".zst"):
+    if path.lower().endswith(".zst"):
         return _ZstdFile(path)  # type: ignore[return-value]
     return open(path, "rb")
 
@@ -126,7 +126,7 @@ def _read_json(stream: IO[bytes]) -> Iterator[Record | BadRecord]:
 
     decode = codecs.getincrementaldecoder("utf-8-sig")().decode
     parse = json.JSONDecoder().raw_decode
-    buffer, place, number, ended = "", 0, 0, False
+    buffer, place, ended = "", 0, False
     inside: bool | None = None
     want = _READ_BYTES
     while True:
@@ -142,15 +142,14 @@ def _read_json(stream: IO[bytes]) -> Iterator[Record | BadRecord]:
         if place < len(buffer):
             try:
                 value, place = parse(buffer, place)
-                number += 1
                 want = _READ_BYTES
-                yield value if isinstance(value, dict) else BadRecord(f"element {number} is not an object")
+                yield value if isinstance(value, dict) else BadRecord("not a JSON object")
                 continue
             except json.JSONDecodeError as error:
                 if ended:
-                    raise BadRecord(f"element {number + 1}: bad JSON ({error.msg})", ends=True) from None
+                    raise BadRecord(f"bad JSON ({error.msg})", ends=True) from None
             except (ValueError, RecursionError) as error:  # a number of thousands of digits; lists within lists
-                raise BadRecord(f"element {number + 1}: bad JSON ({error})", ends=True) from None
+                raise BadRecord(f"bad JSON ({error})", ends=True) from None
         if ended:
             if inside:
                 raise BadRecord("the array is cut short", ends=True)
@@ -161,7 +160,7 @@ def _read_json(stream: IO[bytes]) -> Iterator[Record | BadRecord]:
         try:
             buffer, place = buffer[place:] + decode(part, final=ended), 0
         except UnicodeDecodeError as error:
-            raise BadRecord(f"element {number + 1}: not UTF-8 ({error.reason})", ends=True) from None
+            raise BadRecord(f"not UTF-8 ({error.reason})", ends=True) from None
 
 
 def _read_parquet(path: str, keys: list[str]) -> Iterator[Record]:

@@ -31,7 +31,7 @@ def owned_norm(counted: list[Tensor], axes: Iterable[Axis], norm_type: float, de
         total = sum_of_squares(counted)
     elif counted:
         norms = torch.stack(torch._foreach_norm(counted, norm_type)).double()
-        total = norms.max()
+        total = norms.max().nan_to_num(nan=float("inf"))  # a maximum over ranks may pass over a NaN, unlike a sum
     for axis in axes:
         if axis.size > 1:
             dist.all_reduce(total, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=axis.group)
