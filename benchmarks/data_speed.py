@@ -4,7 +4,7 @@
 2. what a batch costs the loader, and how long a training loop of a given speed waits for it;
 3. the same with a source that stalls for 50 ms now and then, as a shared file system does;
 4. the most memory that ``meshtron prepare`` and its workers hold for one line of 50 MB and for two million documents
-   of one word.
+   of one word; the exit status is 1 if that is above the caps of docs/data.md.
 
     python benchmarks/data_speed.py [--megabytes 60] [--repeats 3] [--json FILE]
 
@@ -186,15 +186,17 @@ def main() -> None:
                 found["wait"][f"{stalls}, workers = {workers}"] = share
         long = "some words in a row, and a line feed behind them\n" * 1_000_000
         cases = {
-            "one line of 50 MB": iter([json.dumps({"text": long}) + "\n"]),
-            "2,000,000 documents of one word": (f'{{"text": "word{n % 977}"}}\n' for n in range(2_000_000)),
+            "one line of 50 MB": (600, iter([json.dumps({"text": long}) + "\n"])),
+            "2,000,000 documents of one word": (256, (f'{{"text": "word{n % 977}"}}\n' for n in range(2_000_000))),
         }
-        found["memory_mib"] = {}
-        for number, (case, lines) in enumerate(cases.items()):
-            found["memory_mib"][case] = peak_memory(folder, f"memory-{number}", lines)
-            print(f"{case}: {found['memory_mib'][case]:.0f} MiB at most, {found['cores']} workers included")
+        found["memory_mib"], within = {}, True
+        for number, (case, (cap_mib, lines)) in enumerate(cases.items()):
+            peak = found["memory_mib"][case] = peak_memory(folder, f"memory-{number}", lines)
+            within = within and peak <= cap_mib
+            print(f"{case}: {peak:.0f} MiB at most, {found['cores']} workers included; the cap is {cap_mib} MiB")
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1))
+    sys.exit(not within)
 
 
 def report_prepare(found: dict[str, Any], cores: int) -> None:
