@@ -5,12 +5,14 @@ import io
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
 
 import meshtron as mt
 from meshtron.models.llama import Llama, LlamaSpec, tensor_parallel_plan
+from meshtron.testing import run_ranks
 from tests.layouts import small_config
 from tests.test_gpt2 import example
 
@@ -36,6 +38,36 @@ def test_right_plans_pass(tp):
         plan = tensor_parallel_plan(sequence_parallel, qk_norm=True)
         mt.check_plan(llama(qk_norm=True, vocab_size=101), plan, tp, uneven=UNEVEN)
     mt.check_plan(gpt2(), example("train").PLAN, tp)
+
+
+class Feed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def wrapped_first() -> tuple[list[bool], float]:
+    """Which weights are sharded where wrapping came before the plan, and how far the output is from the plain one."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(Feed(), Feed())
+    x = torch.randn(3, 8)
+    expected = plain(x)
+    model = nn.Sequential(*(checkpoint_wrapper(layer) for layer in plain))
+    plan = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
+    mt.check_plan(model, plan, 2, example=x)
+    mesh = mt.build_mesh(mt.Layout(tp=2), "cpu")
+    mt.apply_tensor_parallel(model, mesh["tp"], plan)
+    sharded = [isinstance(p, DTensor) for name, p in model.named_parameters() if name.endswith("weight")]
+    return sharded, (model(x) - expected).abs().max().item()
+
+
+def test_plan_keys_name_modules_inside_torchs_wrappers():
+    for sharded, difference in run_ranks(wrapped_first, 2):
+        assert sharded == [True] * 4
+        assert difference < 1e-6
 
 
 def test_a_module_that_torchs_style_does_not_take_is_named():

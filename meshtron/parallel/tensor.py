@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from meshtron.errors import PlanError
+from meshtron.parallel.names import global_name, unwrapped
 from meshtron.parallel.rehearsal import example_ids, rehearse
 from meshtron.parallel.stages import PassThrough, Stages, as_stages
 from meshtron.parallel.styles import sharded_dim
@@ -35,9 +36,9 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def matching_modules(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
-    """Modules of ``model`` that a plan key names; the empty key is the model itself."""
+    """Modules of ``model`` that a plan key names, inside torch's wrappers; the empty key is the model itself."""
     for name, module in model.named_modules():
-        if matches(pattern, name):
+        if matches(pattern, global_name(name)) and unwrapped(module) is module:
             yield name, module
 
 
@@ -163,11 +164,10 @@ def _siblings(model: nn.Module, pattern: str) -> str:
     while depth < len(parts) and any(matching_modules(model, ".".join(parts[: depth + 1]))):
         depth += 1
     parent = ".".join(parts[:depth])
-    for name, module in model.named_modules():
-        if matches(parent, name) if parent else name == "":
-            children = [child for child, _ in module.named_children()]
-            shown = ", ".join(children[:8]) + (", ..." if len(children) > 8 else "")
-            return f"{shown or 'nothing'} under {name!r}" if name else shown
+    for name, module in matching_modules(model, parent):
+        children = [child for child, _ in module.named_children()]
+        shown = ", ".join(children[:8]) + (", ..." if len(children) > 8 else "")
+        return f"{shown or 'nothing'} under {global_name(name)!r}" if name else shown
     return "no such parent"
 
 
