@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +47,14 @@ def torchrun(ranks: int, *command: str) -> list[str]:
     return [*launcher, *command]
 
 
-def run(command: Sequence[str], seconds: float, log: Path) -> bool:
+def run(command: Sequence[str], seconds: float, log: Path, variables: Mapping[str, str] | None = None) -> bool:
     """Run to the end, output to ``log``; False if it failed or took longer than ``seconds``."""
+    env = environment()
+    if variables:
+        env |= variables | {"PYTHONPATH": os.pathsep.join([env["PYTHONPATH"], variables.get("PYTHONPATH", "")])}
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True, env=environment()
+            command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True, env=env
         )
         try:
             return process.wait(timeout=max(1.0, seconds)) == 0
@@ -126,16 +129,21 @@ class Bench:
                 table[row.name] = {"row": row.__dict__, "error": why}
             print(f"{row.name}: {table[row.name].get('total', table[row.name].get('error'))}", flush=True)
 
-    def torchtitan(self, arguments: str) -> None:
+    def torchtitan(self) -> None:
         table = self.results.setdefault("speed", {})
-        for name, command in torchtitan.commands(self.gpus, self.steps, arguments):
+        row = Row(shape="8b", dp=self.gpus)
+        overrides = [*row.overrides(self.gpus), f"run.device={self.device}"]
+        recipe = load_recipe(ROOT / "recipes" / SHAPES[row.shape].recipe, overrides).resolve(row.ranks)
+        for name, command in torchtitan.commands(recipe, self.gpus, self.steps):
             if self.left() < 20:
                 self.not_run.append(name)
                 continue
             log = self.folder / "torchtitan.log"
-            whole = run(torchrun(self.gpus, *command), self.left(), log)
-            found = torchtitan.figures(log.read_text(encoding="utf-8", errors="replace"), self.gpus) if whole else {}
-            table[name] = found or {"error": last_lines(log)}
+            whole = run(torchrun(self.gpus, *command), self.left(), log, torchtitan.environment(recipe))
+            found = torchtitan.figures(log.read_text(encoding="utf-8", errors="replace")) if whole else {}
+            table[name] = (
+                found | {"total": found["tokens_per_s"] * self.gpus} if found else {"error": last_lines(log)}
+            )
 
     def checkpoint(self) -> None:
         log = self.folder / "checkpoint.log"
@@ -245,7 +253,6 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each layout")
     parser.add_argument("--minutes", type=float, default=9.5)
     parser.add_argument("--against", choices=("torchtitan",), help="measure it too, where it is installed")
-    parser.add_argument("--torchtitan-args", default=torchtitan.ARGUMENTS, help="default: %(default)s")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     options = parser.parse_args()
     if options.device == "cuda" and torch.cuda.device_count() < options.gpus:
@@ -264,8 +271,6 @@ def main() -> int:
             try:
                 if part == "speed":
                     bench.speed(options.shapes or (["1b", "8b"] if options.device == "cuda" else ["tiny"]))
-                elif part == "torchtitan":
-                    bench.torchtitan(options.torchtitan_args)
                 else:
                     getattr(bench, part)()
             except Exception as error:  # the other parts are still wanted

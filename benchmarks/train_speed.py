@@ -1,7 +1,7 @@
 """Speed of a recipe through the real loop: tokens a second, MFU, memory, and where the time of a step goes.
 
     python benchmarks/train_speed.py recipes/llama_1b.toml [key=value ...] [--steps 20] [--warmup 5]
-        [--against plain] [--random-data] [--kernels 20] [--json FILE]
+        [--against plain|torchtitan] [--random-data] [--kernels 20] [--json FILE]
 
 Batches come from the recipe's token shards through the real loader; with --random-data, shards of random ids of the
 recipe's vocabulary are written to a temporary folder first and read in their place. Nothing is saved.
@@ -15,7 +15,10 @@ The breakdown needs one pipeline stage; with more only whole steps are measured.
 import argparse
 import gc
 import json
+import os
 import platform
+import subprocess
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -27,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torchtitan_rows
 from kernel_times import exposed, kind_of
 from rich.console import Console
 from rich.table import Table
@@ -226,6 +230,23 @@ def measure_plain(recipe: Recipe, stream: Any, device: torch.device, warmup: int
     return {"step_ms": 1e3 * (time.perf_counter() - started) / steps, "memory_gib": memory_gib(device)}
 
 
+def measure_torchtitan(recipe: Recipe, steps: int) -> dict[str, Any]:
+    """The same shape and batch through an installed torchtitan, in a process of its own, from its log."""
+    variables = torchtitan_rows.environment(recipe)
+    variables["PYTHONPATH"] = os.pathsep.join([variables["PYTHONPATH"], *filter(None, sys.path)])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    command = [*launcher, *torchtitan_rows.command(recipe, steps=steps)]
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            command, env=os.environ | variables, cwd=folder, capture_output=True, text=True, errors="replace"
+        )
+    found = torchtitan_rows.figures(done.stdout + done.stderr)
+    if done.returncode or not found:
+        sys.exit(f"torchtitan ended with status {done.returncode}:\n{done.stderr[-3000:]}")
+    tokens = recipe.training.global_batch_size * recipe.training.seq_len
+    return {"step_ms": 1e3 * tokens / found["tokens_per_s"], "memory_gib": found["memory_gib"]}
+
+
 def add_rates(result: dict[str, Any], recipe: Recipe, device: torch.device) -> None:
     """Tokens a second, FLOP/s and MFU of one device."""
     training = recipe.training
@@ -274,6 +295,10 @@ def measure_ours(options: argparse.Namespace, recipe: Recipe, device: torch.devi
 def run(options: argparse.Namespace, recipe: Recipe) -> Iterator[tuple[str, dict[str, Any]]]:
     """Measure what was asked for, one after another on this device; each result as soon as it is there."""
     device = world.pick_device(recipe.run.device)
+    if options.against == "torchtitan":  # first, while this process holds nothing on the device
+        theirs = measure_torchtitan(recipe, options.steps)
+        add_rates(theirs, recipe, device)
+        yield "torchtitan", theirs
     with world.process_group(device):
         ours = measure_ours(options, recipe, device)
         add_rates(ours, recipe, device)
@@ -293,12 +318,17 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--steps", type=int, default=20, help="steps that are timed")
     parser.add_argument("--warmup", type=int, default=5, help="steps before, which compile")
-    parser.add_argument("--against", choices=["plain"], help="run the same shape through this too")
+    parser.add_argument("--against", choices=["plain", "torchtitan"], help="run the same shape through this too")
     parser.add_argument("--random-data", action="store_true", help="write random token shards and read those")
     parser.add_argument("--kernels", type=int, default=0, help="show this many of the GPU's longest kernels")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_intermixed_args()
     recipe = load_recipe(options.recipe, options.overrides).resolve(world.world_size())
+    if options.against == "torchtitan":
+        if reason := torchtitan_rows.missing():
+            parser.error(reason)
+        if world.world_size() > 1 or recipe.model.family != "llama":
+            parser.error("--against torchtitan compares a Llama on one GPU; multi_gpu.py has the rows of several")
     with tempfile.TemporaryDirectory() as folder:
         if options.random_data:
             samples = recipe.training.global_batch_size * (2 * options.steps + options.warmup + 4)

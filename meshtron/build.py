@@ -182,12 +182,13 @@ def prepare_layers(recipe: Recipe, model: Model) -> None:
     for stage in model.stages:
         layers = list(stage.get_submodule(model.spec.stages.layers).children())
         tensor_parallel = recipe.parallel.tp > 1
-        compiled = parts_of(layers) if tensor_parallel else layers
+        recomputed = layers[: training.activation_checkpointing_layers or None]
         # In compiled code it is the compiler that keeps what "selective" says, so the choice goes inside.
-        selective_inside = training.compile and training.activation_checkpointing == "selective"
-        recompute_layers(compiled if selective_inside else layers, training.activation_checkpointing)
+        if tensor_parallel and training.compile and training.activation_checkpointing == "selective":
+            recomputed = parts_of(recomputed)
+        recompute_layers(recomputed, training.activation_checkpointing)
         if training.compile:
-            compile_layers(compiled, tensor_parallel=tensor_parallel)
+            compile_layers(parts_of(layers) if tensor_parallel else layers, tensor_parallel=tensor_parallel)
 
 
 def build_loss(recipe: Recipe, mesh: DeviceMesh, model: Model, optimizer: ZeroOptimizer) -> Any:

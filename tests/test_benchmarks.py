@@ -41,14 +41,19 @@ def test_rows_are_recipes_and_show_every_choice():
     assert {row.zero for row in found if row.shape == "1b"} == {0, 1}
 
 
-def test_torchtitans_log_gives_a_row():
+def test_torchtitan_trains_the_recipes_batch_and_its_log_gives_a_row():
     line = "step: {}  \x1b[36mmemory: 60.{}GiB(43.1%)  \x1b[34mtps: {}  tflops: 2.0  mfu: {}%\x1b[0m\n"
     log = "".join(line.format(step, step, tps, 40 + step) for step, tps in enumerate(("10", "20", "6,000", "3,000")))
-    assert figures(log, gpus=4) == {"total": 16000.0, "mfu": 0.425, "memory_gib": 60.3}
-    assert figures("nothing", gpus=4) == {}
-    (_, data), (_, tensor) = commands(4, steps=8)
+    assert figures(log) == {"tokens_per_s": 4000.0, "mfu": 0.425, "memory_gib": 60.3}
+    assert figures("nothing") == {}
+    overrides = ["training.activation_checkpointing=selective", "training.micro_batch_size=2"]
+    recipe = load_recipe(Path(__file__).parents[1] / "recipes" / "llama_8b.toml", overrides)
+    (_, data), (_, tensor) = commands(recipe.resolve(4), 4, steps=8)
     assert data[data.index("--parallelism.data_parallel_shard_degree") + 1] == "4"
     assert tensor[tensor.index("--parallelism.tensor_parallel_degree") + 1] == "4"
+    assert data[data.index("--training.local_batch_size") + 1] == "2"
+    assert data[data.index("--activation_checkpoint.mode") + 1] == "selective"
+    assert data[-1] == "--compile.enable"
 
 
 def test_the_harness_runs_on_gloo_ranks_and_writes_what_it_found(tmp_path):

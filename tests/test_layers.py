@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
+from meshtron.build import build_job
 from meshtron.errors import LayoutError, RecipeError
 from meshtron.initialize import init_weights
 from meshtron.layers import _policy, convert_to_float8, recompute_layers
 from meshtron.models.attention import attention_backend, causal_attention
 from meshtron.models.llama import Llama
 from meshtron.timing import Stopwatch, profiler, scheduled_garbage_collection
+from meshtron.world import process_group
 from tests.layouts import small_config
 from tests.runs import small_recipe
 
@@ -142,3 +144,24 @@ def test_what_does_not_combine_with_recomputation_is_refused_before_anything_sta
     )
     with pytest.raises(LayoutError, match='"full" would recompute each layer once a weight under ZBVZeroBubble'):
         split.resolve(2)
+
+
+def test_only_as_many_layers_of_a_stage_are_recomputed_as_asked_for(tmp_path):
+    recipe = small_recipe(
+        tmp_path,
+        training={
+            "activation_checkpointing": "full",
+            "activation_checkpointing_layers": 3,
+            "global_batch_size": 2,
+            "micro_batch_size": 2,
+        },
+    )
+    calls: list[int] = []
+    with process_group(CPU):
+        job = build_job(recipe.resolve(1), CPU)
+        (stage,) = job.model.stages
+        for number, layer in enumerate(stage.layers):
+            layer.mlp.register_forward_pre_hook(lambda *_, number=number: calls.append(number))
+        tokens = torch.arange(32).view(2, 16)
+        stage(tokens).sum().backward()
+    assert sorted(calls) == [0, 0, 1, 1, 2, 2, 3]

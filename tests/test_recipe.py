@@ -191,6 +191,11 @@ def test_wrong_value_is_refused(path, override, message):
             2,
             'activation_checkpointing: "full" would recompute each layer once a weight under ZBVZeroBubble',
         ),
+        (
+            ["training.activation_checkpointing_layers=2"],
+            1,
+            '2 layers of each stage, but training.activation_checkpointing is "none": set it',
+        ),
         (["model.max_position_embeddings=4"], 1, "8 tokens, but model.max_position_embeddings is 4"),
     ],
 )

@@ -120,10 +120,15 @@ def _model_problems(recipe: "Recipe") -> list[str]:
 
 
 def _recomputation_problems(recipe: "Recipe") -> list[str]:
-    """What torch cannot combine with activation checkpointing."""
+    """What activation checkpointing cannot be combined with."""
     parallel, training = recipe.parallel, recipe.training
     mode = training.activation_checkpointing
     problems = []
+    if mode == "none" and training.activation_checkpointing_layers:
+        problems.append(
+            f"training.activation_checkpointing_layers: {training.activation_checkpointing_layers} layers of each "
+            'stage, but training.activation_checkpointing is "none": set it to "selective" or "full"'
+        )
     if mode != "none" and parallel.pp > 1 and parallel.schedule in SPLIT_BACKWARD_SCHEDULES:
         problems.append(
             f'training.activation_checkpointing: "{mode}" would recompute each layer once a weight under '

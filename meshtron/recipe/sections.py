@@ -94,6 +94,8 @@ class TrainingSection(Section):
     """Type in which gradients are summed; float64 whenever param_dtype is. Default "float32"."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What the backward pass recomputes instead of keeping. Default "none"."""
+    activation_checkpointing_layers: Count = 0
+    """How many layers of each stage it is done to, from the first; 0 for all. Default 0."""
     compile: bool = False
     """Whether blocks go through torch.compile. Default false."""
     float8: Literal["off", "tensorwise", "rowwise"] = "off"
