@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 
 import meshtron as mt
 from examples import mlp_regression as mlp
+from meshtron.kernels.adamw import FusedAdamW
 from meshtron.parallel.names import named_parameters
 from meshtron.testing import run_ranks
 
@@ -99,6 +100,97 @@ def test_a_users_mesh_with_any_optimizer_and_torchs_wrappers(name, wrap):
         assert ours.keys() == weights.keys()
         for key, weight in ours.items():
             torch.testing.assert_close(weight, weights[key], rtol=0, atol=1e-12, msg=key)
+
+
+def tp_first(kind: type) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """A mesh whose tensor parallel axis comes before its data parallel one."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+    model = sharded_model(mesh, "tp")
+    optimizer = mt.ZeroOptimizer(model, mesh, optimizer=kind, grad_dtype=torch.float64, lr=1e-2, weight_decay=0.1)
+    norms = []
+    for step in range(STEPS):
+        x, y = (part.double().chunk(2)[mesh.get_local_rank("dp")] for part in mlp.batch_of(step))
+        mlp.loss_fn(model(x), y).backward()
+        norms.append(optimizer.clip_grad_norm(1e9).item())
+        optimizer.step()
+    return norms, {key: whole(value) for key, value in optimizer.masters().items()}
+
+
+def test_a_mesh_may_have_its_axes_in_another_order():
+    norms, weights = plain_run("adamw")
+    for ours_norms, ours in run_ranks(tp_first, 4, torch.optim.AdamW):
+        torch.testing.assert_close(ours_norms, norms, rtol=1e-12, atol=0)
+        for key, weight in ours.items():
+            torch.testing.assert_close(weight, weights[key], rtol=0, atol=1e-12, msg=key)
+
+
+def what_is_said_of_other_meshes() -> list[str]:
+    world = torch.distributed.get_world_size()
+    named = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "model"))
+    data = init_device_mesh("cpu", (world,), mesh_dim_names=("data",))
+    unnamed = init_device_mesh("cpu", (world,))
+    model, plain = sharded_model(named, "model"), mlp.Regressor()
+    mlp.loss_fn(model(torch.ones(2, 8).double()), torch.ones(2, 1)).backward()
+    pipeline = init_device_mesh("cpu", (world, 1), mesh_dim_names=("stage", "dp"))
+    stages = mt.split_stages(plain, pipeline["stage"], layers="blocks", first=["enter"], last=["leave"])
+    said = []
+    for call in (
+        lambda: mt.ZeroOptimizer(plain, unnamed),
+        lambda: mt.ZeroOptimizer(plain, data),
+        lambda: mt.ZeroOptimizer(model, named),
+        lambda: mt.ZeroOptimizer(stages, pipeline),
+        lambda: mt.clip_grad_norm(plain, unnamed, 1.0),
+        lambda: mt.clip_grad_norm(model, data, 1.0),
+        lambda: mt.clip_grad_norm(stages, pipeline, 1.0),
+        lambda: mt.total_loss(torch.zeros(()), data),
+    ):
+        with pytest.raises(mt.LayoutError) as caught:
+            call()
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_mesh_that_would_be_misread_is_refused():
+    for said in run_ranks(what_is_said_of_other_meshes, 2):
+        for text, expected in zip(
+            said,
+            [
+                "have no names",
+                "the mesh has axes data, expected one of the name 'dp'",
+                "blocks.0.up.weight is a DTensor over model, expected only tp",
+                "2 stages, 1 on this rank, but mesh axis 'pp' has 1 rank",
+                "have no names",
+                "the gradient of blocks.0.up.weight is a DTensor over model, expected only data",
+                "mesh axis 'pp' has 1 rank",
+                "the mesh has axes data, expected one of the name 'pp' or 'dp'",
+            ],
+            strict=True,
+        ):
+            assert expected in text
+
+
+def with_a_frozen_stage(kind: type | None) -> tuple[float, list[torch.Tensor]]:
+    """The norm, and the weights of the stage; the first pipeline rank has nothing to train."""
+    mesh = mt.build_mesh(mt.Layout(pp=2), "cpu")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    mt.init_weights(model, std=0.5)
+    model[0].requires_grad_(False)
+    stage = model[mesh.get_local_rank("pp")]
+    optimizer = kind and mt.ZeroOptimizer(stage, mesh, optimizer=kind, lr=0.1)
+    if mesh.get_local_rank("pp") == 1:
+        stage(torch.ones(2, 4)).sum().backward()
+    if optimizer is None:
+        return mt.clip_grad_norm(stage, mesh, 1.0).item(), []
+    norm = optimizer.clip_grad_norm(1.0).item()
+    optimizer.step()
+    return norm, list(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("kind", [None, torch.optim.AdamW, FusedAdamW])
+def test_a_rank_whose_stage_is_frozen_takes_part_in_the_norm(kind):
+    first, second = run_ranks(with_a_frozen_stage, 2, kind)
+    assert first[0] == second[0] == pytest.approx((4 * 4 * 2**2 + 4 * 2**2) ** 0.5)
+    assert not first[1]
 
 
 def with_fully_shard() -> tuple[list[float], dict[str, torch.Tensor]]:

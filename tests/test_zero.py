@@ -8,10 +8,13 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from meshtron.errors import MeshtronError
 from meshtron.mesh import Layout, build_mesh
 from meshtron.parallel.axis import Axis
+from meshtron.parallel.buckets import cut_pieces
 from meshtron.parallel.clip import owned_norm
 from meshtron.parallel.placement import local_part
+from meshtron.parallel.stages import as_stages
 from meshtron.parallel.zero import ZeroOptimizer
 from meshtron.testing import run_ranks
 
@@ -170,3 +173,9 @@ def largest_where_one_rank_has_nan() -> float:
 
 def test_ranks_agree_that_an_inf_norm_is_not_finite():
     assert run_ranks(largest_where_one_rank_has_nan, 2) == [math.inf] * 2
+
+
+def test_a_parameter_that_is_not_contiguous_is_named():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
+    with pytest.raises(MeshtronError, match=r"0.weight of shape \(4, 3, 3, 3\) has strides .*contiguous_format"):
+        cut_pieces(as_stages(model), shards=1, shard=0, dtype=torch.float32)

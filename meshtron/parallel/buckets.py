@@ -102,7 +102,7 @@ def cut_pieces(stages: Stages, *, shards: int, shard: int, dtype: torch.dtype) -
         dtype: of masters.
 
     Raises:
-        MeshtronError: a parameter has no memory yet.
+        MeshtronError: a parameter has no memory yet, or is not contiguous.
     """
     held: dict[int, tuple[str, nn.Parameter]] = {}
     uses: dict[int, int] = {}
@@ -116,6 +116,11 @@ def cut_pieces(stages: Stages, *, shards: int, shard: int, dtype: torch.dtype) -
         if parameter.is_meta:
             raise MeshtronError(f"{name} is on the meta device: call init_weights before the optimizer is made")
         own = local_part(parameter).detach()
+        if not own.is_contiguous():
+            raise MeshtronError(
+                f"{name} of shape {tuple(own.shape)} has strides {own.stride()}, expected contiguous memory "
+                "(a module in channels_last is not): model.to(memory_format=torch.contiguous_format)"
+            )
         own = own if own.dim() else own.view(1)  # a scalar is one row, so one dp rank keeps its state
         local = own.view(len(own), math.prod(own.shape[1:]))
         piece = Piece(

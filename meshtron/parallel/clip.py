@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from meshtron.errors import LayoutError
 from meshtron.kernels.adamw import sum_of_squares
-from meshtron.parallel.axis import Axis
+from meshtron.parallel.axis import Axis, check_axes, named_axes
 from meshtron.parallel.names import named_parameters
 from meshtron.parallel.placement import local_part
 from meshtron.parallel.stages import Stages, as_stages
@@ -65,39 +65,48 @@ def clip_grad_norm(
         Scalar tensor with the norm before scaling, equal on all ranks of the mesh.
 
     Raises:
-        LayoutError: no parameter has a gradient in ``.grad``.
+        LayoutError: parameters are to be trained and none has a gradient in ``.grad``; a gradient is a DTensor over
+            other ranks than those of an axis of ``mesh`` of the same name; the mesh's axes have no names.
     """
     stages = as_stages(stages)
-    axes = [Axis.of(mesh, name) for name in mesh.mesh_dim_names or ()]
-    found = {id(p): (name, p) for name, p in named_parameters(stages) if p.grad is not None}
-    if not found:
+    names = mesh.mesh_dim_names or ()
+    axes = named_axes(mesh, names, needed=names)
+    stages.check_pipeline(pp_axis, Axis.of(mesh, pp_axis).size)
+    trained = {id(p): (name, p) for name, p in named_parameters(stages) if p.requires_grad}.values()
+    found = [(name, p) for name, p in trained if p.grad is not None]
+    if trained and not found:  # a rank whose stage is frozen takes part in the sum
         raise LayoutError(
             "clip_grad_norm: no parameter has a gradient: call it after backward, and with ZeroOptimizer call "
             "optimizer.clip_grad_norm(max_norm)"
         )
     counted = []
-    for name, parameter in found.values():
-        assert parameter.grad is not None
-        if isinstance(parameter.grad, DTensor) and any(p.is_partial() for p in parameter.grad.placements):
-            whole = [Replicate() if p.is_partial() else p for p in parameter.grad.placements]
-            parameter.grad = parameter.grad.redistribute(placements=whole)
-        shared = [axis for axis in axes if axis.name not in _sharded_over(parameter.grad, pp_axis)]
-        if name not in stages.ties and all(axis.rank == 0 for axis in shared) and local_part(parameter.grad).numel():
-            counted.append(local_part(parameter.grad))
-    norm = owned_norm(counted, axes, norm_type, next(iter(found.values()))[1].device)
+    for name, parameter in found:
+        gradient = parameter.grad = _summed(parameter.grad)  # type: ignore[arg-type]
+        on = check_axes(f"the gradient of {name}", gradient, axes)
+        # Not Replicate: FSDP's placement over dp of what tp shards is a kind of Shard that does not call itself one.
+        sharded = {
+            pp_axis,
+            *(axis for axis, p in zip(on, _placements(gradient), strict=True) if not p.is_replicate()),
+        }
+        first = all(axis.rank == 0 for axis in axes if axis.name not in sharded)
+        if name not in stages.ties and first and local_part(gradient).numel():
+            counted.append(local_part(gradient))
+    device = found[0][1].device if found else mesh.device_type
+    norm = owned_norm(counted, axes, norm_type, device)
     if max_norm is not None:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for _, parameter in found.values():
+        for _, parameter in found:
             local = local_part(parameter.grad)  # type: ignore[arg-type]
             local.mul_(scale.to(local.dtype))
     return norm
 
 
-def _sharded_over(gradient: Tensor, pp_axis: str) -> Sequence[str]:
-    """Axes along which ranks hold different elements of the model's gradient."""
-    if not isinstance(gradient, DTensor):
-        return (pp_axis,)
-    names = gradient.device_mesh.mesh_dim_names or ()
-    # Not Replicate: FSDP's placement over dp of what tp shards is a kind of Shard that does not call itself one.
-    sharded = [name for name, p in zip(names, gradient.placements, strict=True) if not p.is_replicate()]
-    return (pp_axis, *sharded)
+def _summed(gradient: Tensor) -> Tensor:
+    """``gradient`` without partial sums."""
+    if not isinstance(gradient, DTensor) or not any(p.is_partial() for p in gradient.placements):
+        return gradient
+    return gradient.redistribute(placements=[Replicate() if p.is_partial() else p for p in gradient.placements])
+
+
+def _placements(gradient: Tensor) -> Sequence[Placement]:
+    return gradient.placements if isinstance(gradient, DTensor) else ()

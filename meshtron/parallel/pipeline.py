@@ -14,6 +14,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from meshtron.errors import LayoutError
+from meshtron.parallel.axis import named_axes
 from meshtron.parallel.boundaries import find_boundaries
 from meshtron.parallel.pipeline_stage import ScheduledStage
 from meshtron.parallel.schedules import SCHEDULES, check_schedule, stage_indices
@@ -257,12 +258,15 @@ def total_loss(loss: Tensor, mesh: DeviceMesh, *, axes: tuple[str, str] = ("pp",
     Args:
         loss: scalar; this dp rank's share of the loss on the last stage, zero on others; equal over tp.
         mesh: the whole mesh.
-        axes: names of its pipeline and data parallel axes; those it lacks count as one rank.
+        axes: names of its pipeline and data parallel axes; one that it lacks counts as one rank.
+
+    Raises:
+        LayoutError: the mesh has neither of the two.
     """
     total = loss.detach().double()
-    for axis in axes:
-        if axis in (mesh.mesh_dim_names or ()) and mesh[axis].size() > 1:
-            dist.all_reduce(total, group=mesh.get_group(axis))
+    for axis in named_axes(mesh, axes, needed=axes):
+        if axis.size > 1:
+            dist.all_reduce(total, group=axis.group)
     return total
 
 

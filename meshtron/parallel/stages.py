@@ -54,6 +54,14 @@ class Stages(list[nn.Module]):
         self.after_weight_pass: list[Callable[[nn.Module], None]] = []
         """Called with a stage after each weight pass of a zero-bubble schedule (``ZeroOptimizer.collect``)."""
 
+    def check_pipeline(self, axis: str, size: int) -> None:
+        """Raise LayoutError where there are more stages than the ranks of a mesh's pipeline axis hold."""
+        if self.num_stages > len(self) * size:
+            raise LayoutError(
+                f"{self.num_stages} stages, {len(self)} on this rank, but mesh axis {axis!r} has {size} "
+                f"rank{'s' * (size != 1)}: say how the mesh calls its pipeline axis"
+            )
+
 
 def as_stages(parts: nn.Module | Iterable[nn.Module]) -> Stages:
     """``parts`` as ``Stages``: a module or a plain list of modules stands for the whole model."""

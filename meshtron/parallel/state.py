@@ -30,6 +30,10 @@ class StateLayout:
         if not self._over_tp:
             self._mesh = mesh[dp.name]
             return
+        names = mesh.mesh_dim_names or ()
+        if names.index(tp.name) < names.index(dp.name):
+            self._mesh = mesh[tp.name, dp.name]
+            return
         # Axes (tp, dp) over existing groups, so that ``Shard(0)`` twice cuts dp's rows out of tp's shard; a slice of
         # ``mesh`` itself keeps its order (dp, tp), which would cut the other way.
         self._mesh = DeviceMesh.from_group(

@@ -26,10 +26,11 @@ from torch.distributed.tensor import DTensor
 
 from meshtron.hostcopy import HostCopy
 from meshtron.kernels.adamw import FusedAdamW
-from meshtron.parallel.axis import Axis
+from meshtron.parallel.axis import check_axes, named_axes
 from meshtron.parallel.buckets import Piece, cut_pieces, fill_buckets
 from meshtron.parallel.clip import owned_norm
 from meshtron.parallel.gradients import Gradients
+from meshtron.parallel.names import named_parameters
 from meshtron.parallel.stages import Stages, as_stages
 from meshtron.parallel.state import StateLayout, make_state
 from meshtron.parallel.tied import retie
@@ -66,7 +67,10 @@ class ZeroOptimizer:
         defaults: the optimizer's keyword arguments, for instance ``lr=3e-4``.
 
     Raises:
-        LayoutError: a tied parameter is held by more than two pipeline ranks.
+        LayoutError: an axis of ``mesh`` has another name than ``axes`` says; a parameter is a DTensor over something
+            else than the tp axis (as ``fully_shard`` makes it: then use torch's optimizers and ``clip_grad_norm``); a
+            tied parameter is held by more than two pipeline ranks.
+        MeshtronError: a parameter is on the meta device, or is not contiguous.
     """
 
     def __init__(
@@ -88,7 +92,10 @@ class ZeroOptimizer:
         self.stages = as_stages(stages)
         self.grad_dtype = grad_dtype
         self._num_microbatches = num_microbatches
-        self._pp, self._dp, self._tp = (Axis.of(mesh, name) for name in axes)
+        self._pp, self._dp, self._tp = named_axes(mesh, axes, needed=axes[1:2])
+        self.stages.check_pipeline(self._pp.name, self._pp.size)
+        for name, parameter in named_parameters(self.stages):
+            check_axes(name, parameter, [self._tp])
         self._shards = self._dp.size if shard else 1
         self._layout = StateLayout(mesh, self._dp, self._tp, self._shards)
         retie(self.stages, self.stages.ties)
@@ -144,7 +151,8 @@ class ZeroOptimizer:
             group = groups.setdefault(repr(sorted(options.items())), {**options, "params": [], "names": []})
             group["params"].append(piece.master)
             group["names"].append(piece.name)
-        return list(groups.values())
+        # A rank whose stage is frozen has no group, but takes part in what all ranks do.
+        return list(groups.values()) or [{"params": [], "names": []}]
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
@@ -191,7 +199,7 @@ class ZeroOptimizer:
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(self.grad_dtype)
             if self._fused is not None:
                 self._fused.gradient_factor = scale
-            else:
+            elif self._pieces:
                 torch._foreach_mul_([piece.gradient for piece in self._pieces], scale)
         return norm
 
