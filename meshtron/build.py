@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from meshtron.errors import RecipeError
 from meshtron.head_loss import HeadLoss
@@ -149,6 +150,7 @@ def place_model(recipe: Recipe, mesh: DeviceMesh, device: torch.device) -> Model
     with torch.device("meta"):
         whole = spec.build(section)
     check_plan(whole, plan, parallel.tp, uneven=uneven_of(spec), rehearsal=recipe.model.family not in FAMILIES)
+    check_head(whole, spec)
     if recipe.data.document_mask:
         check_takes_documents(whole)
     stages = split_stages(
@@ -160,11 +162,25 @@ def place_model(recipe: Recipe, mesh: DeviceMesh, device: torch.device) -> Model
     )
     for stage in stages:
         if recipe.training.float8 != "off":
-            convert_to_float8(stage, recipe.training.float8)
-        apply_tensor_parallel(stage, mesh["tp"], plan)
+            convert_to_float8(stage.get_submodule(spec.stages.layers), recipe.training.float8)
+    apply_tensor_parallel(stages, mesh["tp"], plan)
+    for stage in stages:
         stage.sequence_shards = sequence_shards(recipe)  # type: ignore[assignment]
     materialize(stages, device, dtype_of(recipe.training.param_dtype))
     return Model(spec=spec, stages=stages)
+
+
+def check_head(model: nn.Module, spec: ModelSpec) -> None:
+    """Raise RecipeError for a ``StageLayout.head`` that the loss cannot apply itself."""
+    name = spec.stages.head
+    if not name:
+        return
+    head = dict(model.named_modules()).get(name)
+    if not isinstance(head, nn.Linear) or head.bias is not None or not hasattr(model, "head_in_loss"):
+        raise RecipeError(
+            f"StageLayout.head = {name!r}: expected a bias-free nn.Linear, and an attribute head_in_loss of "
+            f"{type(model).__name__} that makes its forward stop before it; else leave head empty"
+        )
 
 
 def check_takes_documents(model: nn.Module) -> None:
@@ -198,18 +214,17 @@ def build_loss(recipe: Recipe, mesh: DeviceMesh, model: Model, optimizer: ZeroOp
         return own(model_section(recipe), mesh["tp"])
     last = model.stages[-1]
     name = model.spec.stages.head
-    head = getattr(last, name) if name else None
-    if not isinstance(head, nn.Linear) or head.bias is not None:
+    head = dict(last.named_modules()).get(name)
+    if not isinstance(head, nn.Linear):  # there is none, or it is on another pipeline rank
         return CausalLMLoss(recipe.model.vocab_size, mesh["tp"])
-    last.head_in_loss = True
+    last.head_in_loss = True  # type: ignore[assignment]
     # A tied head's gradient comes from the embedding too, through autograd, so it goes there as a whole.
     tied = f"{name}.weight" in {*model.ties, *model.ties.values()}
     training = recipe.training
     tokens = training.micro_batch_size * training.seq_len
     return HeadLoss(
         head,
-        mesh["tp"],
-        sequence_sharded=recipe.parallel.sequence_parallel,
+        mesh["tp"] if isinstance(head.weight, DTensor) else None,
         chunk_tokens=-(-tokens // training.loss_chunks) if training.loss_chunks else None,
         weight_sink=None if tied else optimizer.gradient_sink(head.weight),
     )

@@ -174,7 +174,7 @@ def _print_summary(name: str, recipe: Recipe) -> None:
     sequence = ", sequence parallel" if parallel.sequence_parallel and parallel.tp > 1 else ""
     memory = {
         f"{training.param_dtype} parameters ({figures.rank_parameters:,})": figures.parameter_bytes,
-        f"{training.grad_accum_dtype} gradients": figures.gradient_bytes,
+        "gradients": figures.gradient_bytes,
         f"optimizer state (zero = {parallel.zero})": figures.state_bytes,
     }
     rows = {

@@ -28,9 +28,11 @@ class Estimate:
     parameter_bytes: int
     """Its parameters in ``training.param_dtype``."""
     gradient_bytes: int
-    """Its accumulated gradients."""
+    """Its accumulated gradients in ``training.grad_accum_dtype``, and under ZeRO-1 the sums of its share; where a
+    step is one backward pass on one dp rank just the gradients, as parameters are."""
     state_bytes: int
-    """Its masters and Adam moments: 12 bytes a parameter with float32 moments, divided by dp under ZeRO-1."""
+    """Its masters and Adam moments: 12 bytes a parameter for bf16 parameters with float32 moments, divided by dp
+    under ZeRO-1. Parameters of the masters' type are their own masters."""
     flops_per_token: int
     """Forward and backward of one token; 0 where the model does not say."""
 
@@ -67,7 +69,7 @@ def estimate(recipe: Recipe) -> Estimate:
         model = spec.build(section)
     check_plan(model, plan, parallel.tp, uneven=uneven_of(spec), rehearsal=recipe.model.family not in FAMILIES)
 
-    shards = _shards(model, plan, parallel.tp)
+    over_tp = _shards(model, plan, parallel.tp)
     counts = []
     for rank in range(parallel.pp):
         stages = split_stages(
@@ -78,17 +80,20 @@ def estimate(recipe: Recipe) -> Estimate:
             stages_per_rank=parallel.stages_per_rank,
         )
         held = {id(p): p for stage in stages for p in stage.parameters()}.values()
-        counts.append(sum(-(-p.numel() // shards.get(id(p), 1)) for p in held))
+        counts.append(sum(-(-p.numel() // over_tp.get(id(p), 1)) for p in held))
     most = max(counts)
 
-    moments = 2 if recipe.optimizer.moment_dtype == "bfloat16" else _BYTES[training.grad_accum_dtype]
-    state = _BYTES[training.grad_accum_dtype] + 2 * moments
+    own, wide = _BYTES[training.param_dtype], _BYTES[training.grad_accum_dtype]
+    master = 0 if training.param_dtype == training.grad_accum_dtype else wide
+    moment = 2 if recipe.optimizer.moment_dtype == "bfloat16" else wide
+    shards = parallel.dp if parallel.zero else 1
+    handed_over = parallel.dp == 1 and recipe.num_microbatches == 1
     return Estimate(
         parameters=dict(_parts(model)),
         rank_parameters=most,
-        parameter_bytes=most * _BYTES[training.param_dtype],
-        gradient_bytes=most * _BYTES[training.grad_accum_dtype],
-        state_bytes=most * state // (parallel.dp if parallel.zero else 1),
+        parameter_bytes=most * own,
+        gradient_bytes=most * own if handed_over else most * wide + (most * wide // shards if shards > 1 else 0),
+        state_bytes=most * (master + 2 * moment) // shards,
         flops_per_token=flops_of(spec, section, training.seq_len),
     )
 

@@ -17,6 +17,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from meshtron.errors import LayoutError
 from meshtron.kernels import reference
 from meshtron.parallel.placement import shard_range
 
@@ -35,7 +36,6 @@ class HeadLoss:
     Args:
         head: the head, whose weight may be a DTensor sharded over the vocabulary; without bias.
         tp_mesh: one-dimensional mesh over which the weight is sharded, or None.
-        sequence_sharded: whether each tp rank's hidden states are its part of the sequence.
         chunk_tokens: tokens whose logits exist at a time; None for about 1 GiB of bf16 logits at 128 k entries.
         weight_sink: where to add the weight's gradient instead of handing it to autograd.
     """
@@ -45,7 +45,6 @@ class HeadLoss:
         head: nn.Linear,
         tp_mesh: DeviceMesh | None = None,
         *,
-        sequence_sharded: bool = True,
         chunk_tokens: int | None = None,
         weight_sink: GradientSink | None = None,
     ) -> None:
@@ -54,7 +53,6 @@ class HeadLoss:
         self.group = tp_mesh.get_group() if tp_mesh is not None and sharded else None
         parts, index = (tp_mesh.size(), tp_mesh.get_local_rank()) if tp_mesh is not None else (1, 0)
         self.vocab_start = shard_range(head.weight.shape[0], parts, index).start
-        self.sequence_sharded = sequence_sharded
         self.chunk_tokens = chunk_tokens or _CHUNK_TOKENS
         self.weight_sink = weight_sink
         self.denominator = torch.tensor(1.0)
@@ -68,13 +66,22 @@ class HeadLoss:
 
         Returns:
             Scalar: sum of token losses / ``denominator``, the same on every rank of the tp mesh.
+
+        Raises:
+            LayoutError: hidden states are of neither length.
         """
         if isinstance(hidden, DTensor):
             hidden = hidden.to_local()
         weight = self.head.weight
+        whole = hidden.shape[1] == labels.shape[1]
+        parts = 1 if whole or self.group is None else self.group.size()
+        if parts * hidden.shape[1] != labels.shape[1]:
+            raise LayoutError(
+                f"hidden states of shape {tuple(hidden.shape)} enter the head, expected {labels.shape[1]} tokens, "
+                "or with a sharded head this tp rank's share of them: mend the plan's layouts before the head"
+            )
         if self.group is not None:
-            parts = self.group.size() if self.sequence_sharded else 1
-            hidden = _GatherTokens.apply(hidden.flatten(0, 1), self.group, self.sequence_sharded)
+            hidden = _GatherTokens.apply(hidden.flatten(0, 1), self.group, not whole)
             # Gathered rows come rank by rank; putting the labels in that order is cheaper than the hidden states.
             labels = labels.unflatten(1, (parts, -1)).transpose(0, 1)
         return linear_cross_entropy(

@@ -91,11 +91,11 @@ def parts_of(layers: Iterable[nn.Module]) -> list[nn.Module]:
     return [part for layer in layers for part in layer.children() if any(part.children())]
 
 
-def convert_to_float8(module: nn.Module, scaling: str) -> None:
-    """Run the matrix products of every layer in float8, through torchao; embedding and head stay as they are.
+def convert_to_float8(layers: nn.Module, scaling: str) -> None:
+    """Run the matrix products of layers in float8, through torchao.
 
     Args:
-        module: model or stage whose ``nn.Linear`` modules are replaced in place.
+        layers: module whose ``nn.Linear`` modules are replaced in place; embedding and head are none of them.
         scaling: ``"tensorwise"`` or ``"rowwise"``: how many elements share a scale.
 
     Raises:
@@ -109,8 +109,4 @@ def convert_to_float8(module: nn.Module, scaling: str) -> None:
         raise RecipeError(
             f'training.float8 = {scaling!r} needs the torchao package: pip install "meshtron[float8]"'
         ) from None
-    convert_to_float8_training(
-        module,
-        config=Float8LinearConfig.from_recipe_name(scaling),
-        module_filter_fn=lambda part, name: not name.endswith("lm_head"),
-    )
+    convert_to_float8_training(layers, config=Float8LinearConfig.from_recipe_name(scaling))

@@ -21,7 +21,6 @@ from meshtron.feed import check_tokenizer, data_state, describe_stage, open_trai
 from meshtron.hf.recipe import fill_from_hf
 from meshtron.hostcopy import HostCopy
 from meshtron.inspecting import inspect_rank
-from meshtron.loss import IGNORE
 from meshtron.metrics import MetricsWriter, StepMetrics, memory_gib, peak_flops
 from meshtron.models.spec import flops_of
 from meshtron.optim import set_learning_rate
@@ -274,7 +273,7 @@ def _held_out_loss(job: Job, held_out: ValidationSet) -> float:
 
 def valid_tokens(job: Job, labels: Tensor) -> Tensor:
     """Tokens of the global batch that have a loss: this rank's count summed over dp."""
-    valid = (labels != IGNORE).sum()
+    valid = (labels >= 0).sum()
     if job.mesh["dp"].size() > 1:
         dist.all_reduce(valid, group=job.mesh.get_group("dp"))
     return valid

@@ -17,7 +17,7 @@ from meshtron.errors import LayoutError
 from meshtron.parallel.placement import shard_range
 
 IGNORE = -100
-"""Label of a position that has no loss."""
+"""Label of a position that has no loss; every other negative number says the same."""
 
 
 class CausalLMLoss:
@@ -49,7 +49,7 @@ class CausalLMLoss:
 
         Args:
             logits: (batch, sequence, vocabulary or this rank's shard of it), a DTensor or what is local of it.
-            labels: (batch, sequence), ``IGNORE`` where there is no loss.
+            labels: (batch, sequence), negative where there is no loss.
 
         Returns:
             Scalar: sum of token losses / ``denominator``, the same on every rank of the tp mesh.
@@ -73,7 +73,7 @@ class CausalLMLoss:
 def cross_entropy_sum(
     logits: Tensor, labels: Tensor, *, group: dist.ProcessGroup | None = None, vocab_start: int = 0
 ) -> Tensor:
-    """Sum of ``-log softmax(logits)[label]`` over positions whose label is not ``IGNORE``.
+    """Sum of ``-log softmax(logits)[label]`` over positions whose label is not negative.
 
     Args:
         logits: (..., vocabulary); with ``group`` this rank's contiguous shard of the last dim.
@@ -87,6 +87,7 @@ def cross_entropy_sum(
     rows, targets = logits.flatten(0, -2), labels.flatten()
     if group is None:
         wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        targets = targets.masked_fill(targets < 0, IGNORE)
         return F.cross_entropy(wide, targets, reduction="sum", ignore_index=IGNORE)
     return _ShardedCrossEntropy.apply(rows, targets, group, vocab_start)
 
@@ -98,7 +99,8 @@ class _ShardedCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup, vocab_start: int) -> Tensor:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         columns = labels - vocab_start
-        mine = (columns >= 0) & (columns < logits.shape[-1]) & (labels != IGNORE)
+        valid = labels >= 0
+        mine = valid & (columns >= 0) & (columns < logits.shape[-1])
         columns = columns.clamp(0, logits.shape[-1] - 1)
 
         largest = wide.amax(dim=-1)
@@ -108,8 +110,8 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         sums = torch.stack([shifted.exp_().sum(dim=-1), target])
         dist.all_reduce(sums, group=group)
         log_sum = sums[0].log()
-        ctx.save_for_backward(logits, largest + log_sum, columns, mine, labels != IGNORE)
-        return ((log_sum - sums[1]) * (labels != IGNORE)).sum()
+        ctx.save_for_backward(logits, largest + log_sum, columns, mine, valid)
+        return ((log_sum - sums[1]) * valid).sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:

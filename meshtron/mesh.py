@@ -53,7 +53,7 @@ class Layout:
             LayoutError: ``text`` is not three whole numbers joined by ``x``.
         """
         parts = text.strip().split("x")
-        if len(parts) != 3 or not all(part.isdigit() for part in parts):
+        if len(parts) != 3 or not all(part.isdecimal() for part in parts):
             raise LayoutError(f"layout {text!r}: expected pp x dp x tp as in 2x1x4")
         pp, dp, tp = map(int, parts)
         return cls(pp=pp, dp=dp, tp=tp)

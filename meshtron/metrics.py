@@ -29,6 +29,9 @@ PEAK_FLOPS = {
     "GH200": 989e12,  # GH200 Grace Hopper data sheet: 1,979 TFLOPS sparse
     "H200 NVL": 835e12,  # H200 data sheet, NVL: 1,671 TFLOPS sparse
     "H200": 989e12,  # H200 data sheet, SXM: 1,979 TFLOPS sparse
+    "GB200": 2500e12,  # Blackwell data sheet, GB200 NVL72: 5 PFLOPS sparse a GPU
+    "GB300": 2500e12,  # Blackwell Ultra data sheet, GB300 NVL72: 360 PFLOPS sparse in 72 GPUs
+    "B300": 2250e12,  # Blackwell Ultra data sheet, HGX B300: 36 PFLOPS sparse in 8 GPUs
     "B200": 2250e12,  # Blackwell data sheet, HGX B200: 4.5 PFLOPS sparse a GPU
 }
 

@@ -1,5 +1,6 @@
 """Random streams of a run: what tp ranks replicate they draw alike, what dp ranks and stages hold they draw apart."""
 
+import hashlib
 import random
 
 import numpy as np
@@ -21,7 +22,8 @@ def seed_ranks(mesh: DeviceMesh, seed: int, step: int = 0, *, axes: tuple[str, s
     """
     names = mesh.mesh_dim_names or ()
     coordinates = [mesh.get_local_rank(axis) if axis in names else 0 for axis in axes]
-    derived = abs(hash((seed, step, *coordinates))) % 2**63
+    digest = hashlib.sha256("/".join(map(str, (seed, step, *coordinates))).encode()).digest()
+    derived = int.from_bytes(digest[:8], "little") % 2**63
     torch.manual_seed(derived)
     random.seed(derived)
     np.random.seed(derived % 2**32)

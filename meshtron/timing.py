@@ -87,9 +87,13 @@ def profiler(steps: str, folder: Path) -> Iterator[Callable[[int], None]]:
         elif step == last + 1 and tracing:
             _finish(tracing.pop(), folder, f"steps-{first}-{last}")
 
-    yield before
-    if tracing:
-        _finish(tracing.pop(), folder, f"steps-{first}-{last}")
+    try:
+        yield before
+        if tracing:
+            _finish(tracing.pop(), folder, f"steps-{first}-{last}")
+    finally:
+        for unfinished in tracing:  # an error ended the run inside: torch allows only one profiler at a time
+            unfinished.stop()
 
 
 def _finish(profile: torch.profiler.profile, folder: Path, name: str) -> None:

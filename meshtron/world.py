@@ -34,7 +34,7 @@ def debug_rank() -> int | None:
         LayoutError: it is not a whole number.
     """
     text = os.environ.get(DEBUG_RANK, "")
-    if text and not text.isdigit():
+    if text and not text.isdecimal():
         raise LayoutError(f"{DEBUG_RANK} = {text!r}: expected the number of a rank")
     return int(text) if text else None
 

@@ -1,8 +1,10 @@
 """FusedAdamW where no CUDA device is, and what ZeRO hands it: torch's AdamW, bit by bit."""
 
+import pytest
 import torch
 from torch import nn
 
+from meshtron.errors import MeshtronError
 from meshtron.kernels.adamw import FusedAdamW, sum_of_squares
 from meshtron.mesh import Layout, build_mesh
 from meshtron.parallel.zero import ZeroOptimizer
@@ -127,3 +129,34 @@ def test_one_backward_pass_on_one_dp_rank_keeps_bf16_gradients_and_no_accumulato
     without, dtypes = run_ranks(memory_free_of_accumulators, 1)[0]
     assert all(without)
     assert dtypes[:2] == [torch.bfloat16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
+def test_what_is_not_implemented_is_refused(option):
+    with pytest.raises(MeshtronError, match=f"FusedAdamW has no {option}"):
+        FusedAdamW([torch.zeros(2).requires_grad_()], **{option: True})
+    with pytest.raises(MeshtronError, match=f"FusedAdamW has no {option}"):
+        FusedAdamW([{"params": [torch.zeros(2).requires_grad_()], option: True}])
+
+
+def clipped(num_microbatches: int, optimizer_class: type) -> dict[str, torch.Tensor]:
+    optimizer = ZeroOptimizer(
+        model := Tied(), build_mesh(Layout(), "cpu"), optimizer=optimizer_class, num_microbatches=num_microbatches
+    )
+    for _ in range(num_microbatches):
+        model(torch.ones(8, 4).bfloat16()).backward()
+    optimizer.clip_grad_norm(0.5)
+    return {name: gradient.float().clone() for name, gradient in optimizer.gradients().items()}
+
+
+def clipped_by_both(num_microbatches: int):
+    return clipped(num_microbatches, FusedAdamW), clipped(num_microbatches, torch.optim.AdamW)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_gradients_after_clipping_are_the_clipped_ones(num_microbatches):
+    ours, expected = run_ranks(clipped_by_both, 1, num_microbatches)[0]
+    for name, gradient in expected.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-2, atol=1e-6)
+    total = sum(gradient.double().square().sum() for gradient in expected.values()).sqrt()
+    assert abs(total - 0.5) < 1e-3

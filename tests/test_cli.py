@@ -72,6 +72,8 @@ def test_memory_follows_the_layout():
     assert one.parameter_bytes == 2 * one.rank_parameters
     assert one.gradient_bytes == 4 * one.rank_parameters
     assert one.state_bytes == 12 * one.rank_parameters
+    assert figures(ranks=4).gradient_bytes == 5 * one.rank_parameters  # and the sums of its quarter
+    assert figures("training.param_dtype=float32").state_bytes == 8 * one.rank_parameters  # their own masters
     assert figures(ranks=4).state_bytes == one.state_bytes // 4
     assert figures("parallel.zero=0", ranks=4).state_bytes == one.state_bytes
     norms = 2048 * (2 * 16 + 1)  # not sharded over tp

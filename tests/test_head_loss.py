@@ -94,7 +94,7 @@ def sharded(sequence_sharded: bool):
     head = nn.Linear(HIDDEN, len(rows), bias=False, dtype=torch.float64)
     with torch.no_grad():
         head.weight.copy_(weight[rows.start : rows.stop])
-    loss_fn = HeadLoss(head, mesh, sequence_sharded=sequence_sharded, chunk_tokens=5)
+    loss_fn = HeadLoss(head, mesh, chunk_tokens=5)
     loss_fn.vocab_start = rows.start  # a plain Linear knows only its own rows
     loss_fn.denominator = torch.tensor(17)
     loss = loss_fn(part, labels)

@@ -117,6 +117,13 @@ def test_trace_holds_the_chosen_steps(tmp_path):
     assert {event["name"] for event in events if event["name"].startswith("step ")} == {"step 2", "step 3"}
 
 
+def test_a_run_that_fails_leaves_no_profiler_running(tmp_path):
+    for _ in range(2):  # torch refuses a second one while the first is running
+        with pytest.raises(ZeroDivisionError), profiler("1:3", tmp_path) as before:
+            before(1) or 1 / 0
+    assert not list(tmp_path.iterdir())
+
+
 def test_garbage_is_collected_on_schedule_only():
     with scheduled_garbage_collection() as collect:
         assert not gc.isenabled()

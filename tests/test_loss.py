@@ -45,3 +45,19 @@ def test_sharded_vocabulary_equals_torch(tp, dtype, tolerance, vocab_size):
         torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-6, atol=0)
     gradient = torch.cat([grad for _, grad in ranks], dim=-1)
     torch.testing.assert_close(gradient.double(), whole.grad, rtol=0, atol=tolerance)
+
+
+def test_every_negative_label_has_no_loss():
+    logits, labels = logits_and_labels(16, torch.float64)
+    expected = CausalLMLoss(16)(logits, labels)
+    others = labels.where(labels >= 0, torch.tensor(-1))
+    assert (others == -1).any()
+    assert CausalLMLoss(16)(logits, others) == expected
+    for loss in run_ranks(sharded_loss_of, 2, others):
+        torch.testing.assert_close(loss, expected)
+
+
+def sharded_loss_of(labels: torch.Tensor) -> torch.Tensor:
+    mesh = build_mesh(Layout(tp=2), "cpu")
+    logits, _ = logits_and_labels(16, torch.float64)
+    return CausalLMLoss(16, mesh["tp"])(logits.chunk(2, dim=-1)[mesh.get_local_rank("tp")], labels)

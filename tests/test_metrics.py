@@ -87,6 +87,8 @@ def test_peaks_of_known_devices_only():
     assert peak_flops("NVIDIA H200") == peak_flops("NVIDIA H100 80GB HBM3") == 989e12
     assert peak_flops("NVIDIA H100 PCIe") == 756e12
     assert peak_flops("NVIDIA H200 NVL") == 835e12
+    assert peak_flops("NVIDIA B200") == peak_flops("NVIDIA B300 SXM6 AC") == 2250e12
+    assert peak_flops("NVIDIA GB200") == peak_flops("NVIDIA GB300") == 2500e12
     assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
     assert peak_flops("NVIDIA GeForce RTX 4090") is None
     # each entry is found by its own name: none is hidden behind an earlier, shorter one

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.nn import functional as F
 
 import meshtron
+from meshtron.build import check_head
 from meshtron.comparison import compare_recipe, launch, parse_variants, worker
 from meshtron.comparison.subject import synthetic_batch
 from meshtron.errors import RecipeError
@@ -124,6 +126,63 @@ def test_a_familys_own_loss_and_flops_are_used_at_every_layout(monkeypatch):
     loss = F.cross_entropy(model(batch.tokens).flatten(0, 1), batch.labels.flatten(), label_smoothing=0.5)
     assert report.outcomes[0].losses == pytest.approx([loss.item()], rel=1e-12)
     assert estimate(recipe.resolve(1)).flops_per_token == 6 * 16 * 16
+
+
+class NestedHead(_module["Net"]):
+    """Its head is frozen and lies deeper in the model; the loss applies it."""
+
+    head_in_loss = False
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.top = torch.nn.Sequential()
+        self.top.out = self._modules.pop("out").requires_grad_(False)
+
+    def forward(self, x):
+        x = self.table(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x if self.head_in_loss else self.top(x)
+
+
+class NestedHeadSpec(_module["MySpec"]):
+    stages = meshtron.StageLayout(layers="layers", first=("table",), last=("top",), head="top.out")
+
+    def build(self, model):
+        return NestedHead(model)
+
+
+class ShardedHeadSpec(NestedHeadSpec):
+    def plan(self, model, sequence_parallel):
+        return super().plan(model, sequence_parallel) | {"top.out": ColwiseParallel()}
+
+
+class WrongHeadSpec(NestedHeadSpec):
+    stages = meshtron.StageLayout(layers="layers", first=("table",), last=("top",), head="out")
+
+
+@pytest.mark.parametrize("spec", ["NestedHeadSpec", "ShardedHeadSpec"])
+def test_a_frozen_head_deeper_in_the_model_is_applied_by_the_loss(spec, monkeypatch):
+    monkeypatch.setattr(launch, "_torchrun", lambda ranks, folder: run_ranks(worker.main, ranks, folder))
+    values = tomllib.loads(RECIPE)
+    values["model"]["family"] = f"{__name__}:{spec}"
+    values["data"] = {"train": [{"path": "no/such/folder"}]}
+    recipe = Recipe(**values)
+    report = compare_recipe(recipe, parse_variants("1x1x1,2x1x1,1x1x2", "1F1B"), steps=1)
+    assert report.equal
+    model = NestedHead(values["model"]).double()
+    meshtron.init_weights(model, seed=0, std=recipe.model.init_std)
+    batch = synthetic_batch(96, 8, 16, seed=0)
+    loss = F.cross_entropy(model(batch.tokens).flatten(0, 1), batch.labels.flatten())
+    assert report.outcomes[0].losses == pytest.approx([loss.item()], rel=1e-12)
+
+
+def test_a_head_that_is_none_is_refused():
+    with torch.device("meta"):
+        model = NestedHead(tomllib.loads(RECIPE)["model"])
+    check_head(model, NestedHeadSpec())
+    with pytest.raises(RecipeError, match=r"StageLayout.head = 'out': expected a bias-free nn.Linear"):
+        check_head(model, WrongHeadSpec())
 
 
 def train(folder: Path, ranks: int, *overrides: str) -> list[float]:

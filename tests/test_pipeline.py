@@ -4,13 +4,17 @@ import functools
 
 import pytest
 import torch
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
+from examples.mlp_regression import Block
 from meshtron.errors import LayoutError
 from meshtron.mesh import Layout, build_mesh
 from meshtron.models.llama import STAGES, Llama
 from meshtron.parallel.pipeline import forward_stages, pipeline_schedule
 from meshtron.parallel.schedules import check_schedule, stage_indices
 from meshtron.parallel.stages import split_layers, split_stages
+from meshtron.parallel.tensor import apply_tensor_parallel
+from meshtron.parallel.zero import ZeroOptimizer
 from meshtron.testing import run_ranks
 from tests.layouts import small_config
 
@@ -148,3 +152,84 @@ def test_a_part_that_the_layout_forgets_is_named():
 def test_what_a_schedule_cannot_run_is_refused(schedule, pp, stages, microbatches, message):
     with pytest.raises(LayoutError, match=message):
         check_schedule(schedule, pp, stages, microbatches)
+
+
+class Stack(torch.nn.Module):
+    """Layers one after the other."""
+
+    def __init__(self, layers: list[torch.nn.Module]) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class OneRank:
+    """What split_stages asks of a mesh."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.get_local_rank, self.size = (lambda: rank), (lambda: ranks)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layer_ranges": [range(0, 1), range(2, 4)]}, r"from layer 0 to layer 3"),
+        ({"layer_ranges": [range(0, 3), range(2, 4)]}, r"expected one range for each of 2 stages"),
+        ({"layer_ranges": [range(0, 2), range(2, 9)]}, r"from layer 0 to layer 3"),
+        ({"layer_ranges": [range(0, 4), range(4, 4)]}, r"none empty"),
+        ({"layer_ranges": []}, r"expected one range for each of 2 stages"),
+        ({"schedule": "ZBVZeroBubble", "stages_per_rank": 1}, r"at least 2 stages a rank, found 1"),
+        ({"stages_per_rank": 0}, r"one stage a rank, found stages_per_rank = 0"),
+    ],
+)
+def test_stages_that_would_not_be_the_model_are_refused(options, message):
+    model = Stack([torch.nn.Linear(2, 2) for _ in range(4)])
+    with pytest.raises(LayoutError, match=message):
+        split_stages(model, OneRank(0, 2), layers="layers", **options)
+
+
+def test_a_stage_runs_its_own_layers_whatever_was_done_to_the_model():
+    model, x = Stack([torch.nn.Linear(2, 2) for _ in range(4)]), torch.ones(1, 2)
+    model.forward = Stack.forward.__get__(model)
+    (stage,) = split_stages(model, OneRank(1, 2), layers="layers")
+    assert torch.equal(stage(x), model.layers[3](model.layers[2](x)))
+    model.compile(backend="eager")
+    with pytest.raises(LayoutError, match="Stack is compiled as a whole: split the model first"):
+        split_stages(model, OneRank(1, 2), layers="layers")
+    with pytest.raises(LayoutError, match="a OptimizedModule cannot be split"):
+        split_stages(torch.compile(model), OneRank(1, 2), layers="layers")
+
+
+def shared_layers() -> Stack:
+    torch.manual_seed(0)
+    return Stack([Block(8), Block(8)] * 2).double()
+
+
+def gradients_of_shared(layout: Layout, schedule: str) -> dict[str, torch.Tensor]:
+    mesh = build_mesh(layout, "cpu")
+    model = shared_layers()
+    x = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    stages = split_stages(model, mesh["pp"], layers="layers", schedule=schedule)
+    apply_tensor_parallel(stages, mesh["tp"], {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()})
+    optimizer = ZeroOptimizer(stages, mesh, grad_dtype=torch.float64)
+    runner = pipeline_schedule(
+        stages, mesh["pp"], schedule, num_microbatches=4, loss_fn=lambda out, target: (out - target).square().sum()
+    )
+    runner.step(x, torch.zeros(8, 8))
+    whole = {name: getattr(g, "full_tensor", lambda g=g: g)() for name, g in optimizer.gradients().items()}
+    return {name: gradient.clone() for name, gradient in whole.items()}
+
+
+@pytest.mark.parametrize(("layout", "schedule"), [("2x1x1", "1F1B"), ("2x1x2", "Interleaved1F1B")])
+def test_layers_that_stand_in_several_places_stand_in_all_of_them(layout, schedule):
+    model = shared_layers()
+    x = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    model(x).square().sum().backward()
+    layout = Layout.parse(layout)
+    for found in run_ranks(gradients_of_shared, layout.world_size, layout, schedule):
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-12, atol=1e-12, msg=name)

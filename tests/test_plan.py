@@ -1,6 +1,7 @@
 """Wrong plans are named before anything runs; explain says what a right one does."""
 
 import io
+import threading
 
 import pytest
 import torch
@@ -30,6 +31,32 @@ def gpt2(*, packed: bool = True) -> nn.Module:
     if packed:
         mt.unpack_linear(model, "blocks.*.attn.qkv", parts=3)
     return model
+
+
+def test_a_rank_without_any_of_a_vocabulary_is_refused():
+    plan = tensor_parallel_plan(True)
+    with pytest.raises(mt.PlanError, match=r"9 leaves nothing for the last rank of tp = 4; tp can be 1, 2, 3, 5, 9"):
+        mt.check_plan(llama(vocab_size=9), plan, 4, uneven=UNEVEN)
+    mt.check_plan(llama(vocab_size=9), plan, 2, uneven=UNEVEN)
+
+
+class Locked(nn.Module):
+    """A model that cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.lock = nn.Embedding(8, 8), threading.Lock()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(self.table(x)))
+
+
+def test_a_model_that_cannot_be_copied_is_not_rehearsed():
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    mt.check_plan(Locked(), plan, 2)
+    with pytest.raises(mt.PlanError, match=r"a copy of the model does not run .*cannot pickle '_thread.lock'"):
+        mt.check_plan(Locked(), plan, 2, example=torch.zeros(1, 4, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("tp", [2, 4])

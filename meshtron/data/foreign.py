@@ -61,7 +61,7 @@ def _datatrove_layout(file: Path) -> tuple[np.dtype, int]:
         raise DataError(f"{metadata}: not there, so nobody knows how many bytes an id of {file.name} has")
     lines = metadata.read_text().splitlines()
     _, separator, width = lines[0].rpartition("|") if lines else ("", "", "")
-    if len(lines) < 2 or not lines[1].strip().isdigit() or (separator and width not in ("2", "4")):
+    if len(lines) < 2 or not lines[1].strip().isdecimal() or (separator and width not in ("2", "4")):
         raise DataError(
             f"{metadata}: expected the lines TOKENIZER|BYTES (2 or 4) and NUMBER OF TOKENS, found {lines}"
         )

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshtron.errors import MeshtronError
+
 
 class FusedAdamW(torch.optim.AdamW):
     """``torch.optim.AdamW`` with the steps around it folded in, in a few launches for all parameters.
@@ -18,6 +20,8 @@ class FusedAdamW(torch.optim.AdamW):
 
     Moments can be kept in bf16 (``moment_dtype``), 4 bytes a weight less to hold and 8 less to move. They are rounded
     to nearest after each update, so a second moment whose decay is closer to 1 than 0.998 may stop shrinking.
+
+    ``amsgrad`` and ``maximize`` are not implemented.
 
     Gradients may be of lower precision than their parameter (set ``parameter.grad_dtype = None`` to allow it).
     State has torch's names; ``step`` is a CPU tensor, so nothing waits for the device.
@@ -35,6 +39,17 @@ class FusedAdamW(torch.optim.AdamW):
         self.moment_dtype = moment_dtype
         """Of both moments; None is that of their parameter."""
         self.copies: dict[Tensor, Tensor] = {}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group as torch does.
+
+        Raises:
+            MeshtronError: it asks for something that is not implemented.
+        """
+        for option in ("amsgrad", "maximize"):
+            if param_group.get(option, self.defaults[option]):
+                raise MeshtronError(f"FusedAdamW has no {option}: leave it out, or use torch.optim.AdamW")
+        super().add_param_group(param_group)
 
     def write_copies(self, copies: Mapping[Tensor, Tensor]) -> None:
         """Have each update written to these tensors too: parameter -> tensor of its size in another dtype."""

@@ -149,6 +149,8 @@ class Gradients:
 
     def sink(self, parameter: Tensor) -> Callable[[], AbstractContextManager[tuple[Tensor, bool]]] | None:
         """See ``ZeroOptimizer.gradient_sink``."""
+        if id(parameter) not in self._home:  # frozen
+            return None
         piece, bucket = self._home[id(parameter)]
         if bucket.accumulator is None:
             return partial(self._adding, piece, bucket, None)

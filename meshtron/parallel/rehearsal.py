@@ -61,14 +61,14 @@ def rehearse(
         return False
     arguments = example if isinstance(example, tuple) else (example,)
     inputs = [torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in arguments]
-    whole, part = _meta_copy(model), _meta_copy(model)
-    expected = _Trace(whole, styles)
     try:
+        part, expected = _meta_copy(model), _Trace(_meta_copy(model), styles)
         expected.run(inputs)
     except Exception as error:
         if must_run:
             raise PlanError(
-                f"the model does not run on the example, on the meta device: {type(error).__name__}: {error}"
+                "a copy of the model does not run on the example, on the meta device: "
+                f"{type(error).__name__}: {error}"
             ) from error
         return False
     for name, style in styles.items():

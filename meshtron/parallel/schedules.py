@@ -12,6 +12,7 @@ SCHEDULES = {
     "ZBVZeroBubble": "ZBVZeroBubble",
     "DualPipeV": "DualPipeV",
 }
+ONE_STAGE = ("AFAB", "1F1B")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
 
@@ -26,21 +27,30 @@ def stage_indices(schedule: str, pp: int, rank: int, stages_per_rank: int) -> li
     return [rank + turn * pp for turn in range(stages_per_rank)]
 
 
+def default_stages(schedule: str) -> int:
+    """Stages on each rank where nobody says how many."""
+    return 1 if schedule in ONE_STAGE else 2
+
+
+def check_stages(schedule: str, stages_per_rank: int) -> None:
+    """Raise LayoutError for an unknown schedule, or a number of stages a rank that it does not run."""
+    if schedule not in SCHEDULES:
+        raise LayoutError(f"schedule {schedule!r}: expected one of {', '.join(SCHEDULES)}")
+    if schedule in ONE_STAGE and stages_per_rank != 1:
+        raise LayoutError(f"schedule {schedule} runs one stage a rank, found stages_per_rank = {stages_per_rank}")
+    if schedule not in ONE_STAGE and stages_per_rank < 2:
+        raise LayoutError(f"schedule {schedule} needs at least 2 stages a rank, found {stages_per_rank}")
+    if schedule in V_SHAPED and stages_per_rank != 2:
+        raise LayoutError(f"schedule {schedule} runs 2 stages a rank, found {stages_per_rank}")
+
+
 def check_schedule(schedule: str, pp: int, stages_per_rank: int, num_microbatches: int) -> None:
     """Refuse what a schedule cannot run.
 
     Raises:
         LayoutError: unknown schedule, wrong number of stages a rank, or too few micro-batches.
     """
-    if schedule not in SCHEDULES:
-        raise LayoutError(f"schedule {schedule!r}: expected one of {', '.join(SCHEDULES)}")
-    single = schedule in ("AFAB", "1F1B")
-    if single and stages_per_rank != 1:
-        raise LayoutError(f"schedule {schedule} runs one stage a rank, found stages_per_rank = {stages_per_rank}")
-    if not single and stages_per_rank < 2:
-        raise LayoutError(f"schedule {schedule} needs at least 2 stages a rank, found {stages_per_rank}")
-    if schedule in V_SHAPED and stages_per_rank != 2:
-        raise LayoutError(f"schedule {schedule} runs 2 stages a rank, found {stages_per_rank}")
+    check_stages(schedule, stages_per_rank)
     needed = {"1F1B": pp, "DualPipeV": 2 * pp}.get(schedule, 1)
     if num_microbatches < needed:
         raise LayoutError(

@@ -7,14 +7,15 @@ parameter names are the same at every split.
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MethodType
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshtron.errors import LayoutError
-from meshtron.parallel.names import named_parameters
-from meshtron.parallel.schedules import SCHEDULES, V_SHAPED, stage_indices
+from meshtron.parallel.names import named_parameters, unwrapped
+from meshtron.parallel.schedules import check_stages, default_stages, stage_indices
 from meshtron.parallel.tied import find_ties
 
 
@@ -153,24 +154,30 @@ def split_stages(
         first: parts that only the first stage has.
         last: parts that only the last stage has.
         schedule: decides which stages a rank holds (``SCHEDULES``).
-        stages_per_rank: stages on each rank; by default 2 for V-shaped schedules and 1 for others.
-        layer_ranges: layers of each stage, to overrule the split by parameter count.
+        stages_per_rank: stages on each rank; by default 1 for AFAB and 1F1B and 2 for other schedules.
+        layer_ranges: layers of each stage in model order, at least one a stage and each in one stage, to overrule the
+            split by parameter count.
 
     Raises:
-        LayoutError: an unknown schedule, too few layers, a part that the model does not have, or one with parameters
-            that is placed nowhere.
+        LayoutError: an unknown schedule, stages that it does not run, too few layers, ranges that are not those
+            layers, a part that the model does not have, one with parameters that is placed nowhere, or a model that
+            was compiled or wrapped as a whole.
     """
-    if schedule not in SCHEDULES:
-        raise LayoutError(f"schedule {schedule!r}: expected one of {', '.join(SCHEDULES)}")
-    per_rank = 2 if schedule in V_SHAPED else stages_per_rank or 1
+    per_rank = default_stages(schedule) if stages_per_rank is None else stages_per_rank
+    check_stages(schedule, per_rank)
     num_stages = pp_mesh.size() * per_rank
     indices = stage_indices(schedule, pp_mesh.size(), pp_mesh.get_local_rank(), per_rank)
+    if unwrapped(model) is not model:
+        raise LayoutError(f"a {type(model).__name__} cannot be split: split the model first, then wrap its stages")
     _check_placed(model, layers, (*first, *last))
+    costs = [_cost(layer) for layer in _children(model, layers).values()]
+    if layer_ranges is not None:
+        _check_ranges(layer_ranges, len(costs), num_stages)
     if num_stages == 1:
         modules = [model]
     else:
         ranges = layer_ranges or split_layers(
-            [_cost(layer) for layer in model.get_submodule(layers).children()],
+            costs,
             num_stages,
             first=sum(_cost(model.get_submodule(name)) for name in first),
             last=sum(_cost(model.get_submodule(name)) for name in last),
@@ -188,6 +195,20 @@ def split_stages(
         schedule=schedule,
         device_type=getattr(pp_mesh, "device_type", None),
     )
+
+
+def _children(model: nn.Module, layers: str) -> dict[str, nn.Module]:
+    """The layers by key, one that stands in several places each time."""
+    return {key: child for key, child in model.get_submodule(layers)._modules.items() if child is not None}
+
+
+def _check_ranges(ranges: Sequence[range], num_layers: int, num_stages: int) -> None:
+    listed = [layer for held in ranges for layer in held]
+    if len(ranges) != num_stages or not all(ranges) or listed != list(range(num_layers)):
+        raise LayoutError(
+            f"layer_ranges = {list(ranges)}: expected one range for each of {num_stages} stages, none empty, that "
+            f"follow one another from layer 0 to layer {num_layers - 1}"
+        )
 
 
 def _cost(module: nn.Module) -> float:
@@ -214,31 +235,36 @@ def _check_placed(model: nn.Module, layers: str, ends: Sequence[str]) -> None:
 def _take(model: nn.Module, layers: str, held: range, absent: Sequence[str]) -> nn.Module:
     stage = _shallow_copy(model)
     for name in absent:
-        parent, attribute = _copied_parent(stage, name)
-        parent._modules[attribute] = PassThrough(name)
-    parent, attribute = _copied_parent(stage, layers)
-    container = parent._modules[attribute]
-    assert container is not None
-    kept = _shallow_copy(container)
-    kept._modules = {key: child for i, (key, child) in enumerate(container._modules.items()) if i in held}
-    parent._modules[attribute] = kept
+        parent, _, attribute = name.rpartition(".")
+        _copied(stage, parent)._modules[attribute] = PassThrough(name)
+    kept = {key: child for i, (key, child) in enumerate(_children(model, layers).items()) if i in held}
+    _copied(stage, layers)._modules = kept  # type: ignore[assignment]
     return stage
 
 
-def _copied_parent(stage: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module above ``name``, copied on the way down so that the original model keeps its parts."""
-    *path, attribute = name.split(".")
-    parent = stage
-    for part in path:
-        child = parent._modules[part]
+def _copied(stage: nn.Module, path: str) -> nn.Module:
+    """The module at ``path``, copied with all above it, so that the original model keeps its parts."""
+    for name in path.split(".") if path else ():
+        child = stage._modules[name]
         assert child is not None
-        parent._modules[part] = _shallow_copy(child)
-        parent = parent._modules[part]  # type: ignore[assignment]
-    return parent, attribute
+        copied = _shallow_copy(child)
+        stage._modules[name] = copied
+        stage = copied
+    return stage
 
 
 def _shallow_copy(module: nn.Module) -> nn.Module:
-    """A module with the same parameters and children, whose own tables (children, hooks) can be changed alone."""
+    """A module with the same parameters and children, whose own tables (children, hooks) can be changed alone.
+
+    Raises:
+        LayoutError: the module is compiled; its copy would run the original's code, layers of other stages included.
+    """
+    if module._compiled_call_impl is not None:
+        raise LayoutError(f"{type(module).__name__} is compiled as a whole: split the model first, then compile")
     twin = copy.copy(module)
-    twin.__dict__ = {key: copy.copy(v) if isinstance(v, dict) else v for key, v in module.__dict__.items()}
+    for key, value in module.__dict__.items():
+        if isinstance(value, dict):
+            twin.__dict__[key] = copy.copy(value)
+        elif isinstance(value, MethodType) and value.__self__ is module:  # a forward that somebody has put there
+            twin.__dict__[key] = MethodType(value.__func__, twin)
     return twin

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 
 from meshtron.errors import PlanError
 from meshtron.parallel.names import global_name, unwrapped
+from meshtron.parallel.placement import shard_range
 from meshtron.parallel.rehearsal import example_ids, rehearse
 from meshtron.parallel.stages import PassThrough, Stages, as_stages
 from meshtron.parallel.styles import sharded_dim
@@ -100,11 +101,16 @@ def _check_divides(name: str, module: nn.Module, style: ParallelStyle, tp: int, 
     if weight is None or dim is None:
         return
     size = weight.shape[dim]
-    if size < tp or (must_divide and size % tp):
-        allowed = [n for n in range(1, size + 1) if size % n == 0 and n <= 64]
+
+    def fits(ranks: int) -> bool:
+        return size % ranks == 0 if must_divide else bool(shard_range(size, ranks, ranks - 1))
+
+    if not fits(tp):
+        allowed = [n for n in range(1, min(size, 64) + 1) if fits(n)]
         raise PlanError(
             f"{name}: {type(style).__name__} splits dim {dim} of a weight of shape {tuple(weight.shape)}, and "
-            f"{size} does not divide by tp = {tp}; tp can be {', '.join(map(str, allowed))}"
+            f"{size} {'does not divide by' if must_divide else 'leaves nothing for the last rank of'} tp = {tp}; "
+            f"tp can be {', '.join(map(str, allowed))}"
         )
 
 
@@ -185,18 +191,16 @@ def apply_tensor_parallel(stages: Stages | nn.Module | Iterable[nn.Module], tp_m
     if tp_mesh.size() == 1:
         return
     stages = as_stages(stages)
+    done: set[nn.Module] = set()  # stages of one rank may share a module
     for stage in stages:
-        _apply(stage, tp_mesh, plan)
+        ties = find_ties(stage)
+        held = {
+            name: (module, style)
+            for pattern, style in plan.items()
+            for name, module in matching_modules(stage, pattern)
+            if module not in done and not isinstance(module, PassThrough)
+        }
+        parallelize_module(stage, tp_mesh, {name: style for name, (_, style) in held.items()})
+        done.update(module for module, _ in held.values())
+        retie([stage], ties)
     retie(stages, stages.ties)
-
-
-def _apply(stage: nn.Module, tp_mesh: DeviceMesh, plan: Plan) -> None:
-    ties = find_ties(stage)
-    held = {
-        name: style
-        for pattern, style in plan.items()
-        for name, module in matching_modules(stage, pattern)
-        if not isinstance(module, PassThrough)
-    }
-    parallelize_module(stage, tp_mesh, held)
-    retie([stage], ties)

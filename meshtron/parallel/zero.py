@@ -168,7 +168,7 @@ class ZeroOptimizer:
 
         The function returned opens a context with the accumulator, of the local shard's shape and in the gradient
         dtype, and whether it is to be overwritten instead of added to. It stands for one gradient of autograd's.
-        None where the accumulator is not one block of memory in the parameter's order.
+        None where the parameter is frozen, or the accumulator is not one block of memory in the parameter's order.
         """
         return self._gradients.sink(parameter)
 
@@ -285,9 +285,16 @@ class ZeroOptimizer:
         return {piece.name: self._layout.whole(piece, piece.master) for piece in self._pieces}
 
     def gradients(self) -> dict[str, Tensor]:
-        """Reduced gradients of this step by parameter name, laid out like ``masters``; gone after ``step``."""
+        """Reduced gradients of this step by parameter name, laid out like ``masters``; gone after ``step``.
+
+        After ``clip_grad_norm`` they are the clipped ones.
+        """
         self.reduce_gradients()
-        return {piece.name: self._layout.whole(piece, piece.gradient) for piece in self._pieces}
+        factor = self._fused.gradient_factor if self._fused is not None else None  # applied by its step only
+        return {
+            piece.name: self._layout.whole(piece, piece.gradient if factor is None else piece.gradient * factor)
+            for piece in self._pieces
+        }
 
     def moments(self) -> dict[str, Tensor]:
         """The inner optimizer's state as ``"<state>.<parameter name>"``, sharing memory with it.
