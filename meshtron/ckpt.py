@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from meshtron.errors import CheckpointError
+from meshtron.errors import CheckpointError, CheckpointFormatError
 
 app = typer.Typer(help="Look into checkpoints.", no_args_is_help=True)
 
@@ -25,14 +25,17 @@ def list_steps(path: CheckpointPath) -> None:
 
     print(f"{'step':>10}  {'age':>8}  {'size':>10}  {'layout':>8}  state")
     for folder in step_folders(path):
-        problem = unwhole(folder)
         try:
             manifest = read_manifest(folder)
             age, size = f"{_age(manifest.saved_at):>8}", f"{_size(manifest.size_bytes):>10}"
-            row = f"{manifest.step:>10}  {age}  {size}  {manifest.meta.get('layout', '-'):>8}"
+            row = f"{manifest.step:>10}  {age}  {size}  {manifest.meta.get('layout', '-')!s:>8}"
         except CheckpointError:
             row = f"{folder.name.removeprefix('step-').lstrip('0') or '0':>10}  {'-':>8}  {'-':>10}  {'-':>8}"
-        print(f"{row}  {f'DAMAGED {problem}' if problem else 'whole'}")
+        try:
+            problem = unwhole(folder)
+            print(f"{row}  {f'DAMAGED {problem}' if problem else 'whole'}")
+        except CheckpointFormatError as error:
+            print(f"{row}  LATER FORMAT {error}")
 
 
 @app.command()
@@ -41,9 +44,14 @@ def verify(path: CheckpointPath) -> None:
     from meshtron.checkpoint import verify as verify_step
     from meshtron.checkpoint.manifest import MANIFEST, read_manifest
 
-    damaged = []
+    damaged, unknown = [], []
     for folder in step_folders(path):
-        found = verify_step(folder)
+        try:
+            found = verify_step(folder)
+        except CheckpointFormatError as error:
+            print(f"{folder / MANIFEST}: LATER FORMAT {error}")
+            unknown.append(folder.name)
+            continue
         names = set(found) | {MANIFEST}
         if MANIFEST not in found:
             names |= read_manifest(folder).files.keys()
@@ -51,8 +59,10 @@ def verify(path: CheckpointPath) -> None:
             print(f"{folder / name}: {'DAMAGED ' + found[name] if name in found else 'ok'}")
         if found:
             damaged.append(folder.name)
-    if damaged:
-        raise CheckpointError(f"{path}: damaged: {', '.join(damaged)}")
+    problems = [f"damaged: {', '.join(damaged)}"] * bool(damaged)
+    problems += [f"written by a later meshtron, not checked: {', '.join(unknown)}"] * bool(unknown)
+    if problems:
+        raise CheckpointError(f"{path}: {'; '.join(problems)}")
 
 
 @app.command()

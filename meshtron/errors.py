@@ -5,6 +5,7 @@ MeshtronError
 ├── LayoutError      pp x dp x tp does not fit the world, the model or the batch
 ├── PlanError        a tensor-parallel plan does not fit the model
 ├── CheckpointError  a checkpoint is missing, damaged or of another model
+│   └── CheckpointFormatError   a later meshtron wrote it
 └── DataError        token shards, tokenizers and sources of text
 
 A message is one line: what, where, expected, found, what to do. Under torchrun it is printed once, by one
@@ -30,6 +31,10 @@ class PlanError(MeshtronError):
 
 class CheckpointError(MeshtronError):
     """A checkpoint is missing, damaged, or belongs to another model."""
+
+
+class CheckpointFormatError(CheckpointError):
+    """A later meshtron wrote the checkpoint, in a format that this one cannot read."""
 
 
 class DataError(MeshtronError):

@@ -2,6 +2,8 @@
 
 import logging
 import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from meshtron.build import Job, layout_of
 from meshtron.changes import changed_keys, check_same_model, log_changes
 from meshtron.checkpoint import Checkpointer, load, read_manifest, read_rank_state, step_folder
 from meshtron.checkpoint.manifest import unwhole
+from meshtron.checkpoint.untrusted import count, instance
 from meshtron.errors import CheckpointError
 from meshtron.parallel.names import global_name
 from meshtron.recipe import dump_recipe
@@ -42,6 +45,16 @@ class Progress:
     """Last steps in a row that were skipped because loss or gradient norm was not finite."""
     data: dict[str, Any] = field(default_factory=dict)
     """Where the data stood at the checkpoint, as ``feed.data_state`` says it; empty for a run from scratch."""
+
+    @classmethod
+    def of(cls, meta: Mapping[str, Any]) -> "Progress":
+        """What ``save`` said of a run's progress.
+
+        Raises:
+            ValueError, KeyError: something else was said.
+        """
+        numbers = {key: count(meta[key]) for key in ("step", "samples", "tokens", "skipped")}
+        return cls(**numbers, data=instance(meta["data"], dict))
 
 
 def weights_of(job: Job) -> dict[str, Tensor]:
@@ -88,7 +101,8 @@ def resume(job: Job, checkpointer: Checkpointer) -> Progress:
         _warn_of_newer(checkpointer, 0)
         return Progress()
     manifest = read_manifest(start.folder)
-    changed = changed_keys(manifest.meta["recipe"], job.recipe) if "recipe" in manifest.meta else {}
+    with understood(start.folder):
+        changed = changed_keys(manifest.meta["recipe"], job.recipe) if "recipe" in manifest.meta else {}
     if not section.partial:
         check_same_model(start.folder, changed)
     if start.weights_only:
@@ -103,12 +117,28 @@ def resume(job: Job, checkpointer: Checkpointer) -> Progress:
             "begin a run from its weights with a checkpoint that train.py or meshtron import-hf wrote"
         )
     meta = load(start.folder, tensors_of(job), partial=section.partial, check_hashes=not start.verified)
+    with understood(start.folder):
+        progress = Progress.of(meta)
+        log.info("resumed %s at step %d, saved at layout %s", start.folder, progress.step, meta["layout"])
+        _restore_rng(start.folder, meta, job)
     job.optimizer.publish()
-    log.info("resumed %s at step %d, saved at layout %s", start.folder, meta["step"], meta["layout"])
-    log_changes(changed, meta["recipe"], job.recipe, meta["step"])
-    _restore_rng(start.folder, meta, job)
-    _warn_of_newer(checkpointer, meta["step"])
-    return Progress(**{key: meta[key] for key in ("step", "samples", "tokens", "skipped", "data") if key in meta})
+    log_changes(changed, meta["recipe"], job.recipe, progress.step)
+    _warn_of_newer(checkpointer, progress.step)
+    return progress
+
+
+@contextmanager
+def understood(folder: Path) -> Iterator[None]:
+    """Say in one line that a checkpoint, though sound, does not hold what a training run saves.
+
+    Raises:
+        CheckpointError: in place of what the body raises when it takes apart something else than it expects.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        found = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise CheckpointError(f"{folder}: does not hold what a training run saves ({found})") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,9 +160,9 @@ def find_start(resume: str | int, load: str, checkpointer: Checkpointer) -> Star
     on from the newest of them, so that the same command can be given again after a kill.
 
     Raises:
-        CheckpointError: what is named is not there.
+        CheckpointError: what is named is not there, or a new run is to begin in the folder of the one it begins from.
     """
-    weights_only = load == "weights"
+    weights_only = load == "weights"  # the recipe has checked that resume is a path then
     if resume == "none":
         return None
     if isinstance(resume, int):
@@ -143,16 +173,23 @@ def find_start(resume: str | int, load: str, checkpointer: Checkpointer) -> Star
             raise CheckpointError(
                 f"checkpoint.resume = {resume}: {damage}{checkpointer.folder} has whole steps {there}"
             )
-        return Start(folder=folder, weights_only=weights_only, verified=False)
-    if resume != "auto":
-        own, named = checkpointer.folder.resolve(), Path(resume).resolve()
-        foreign = named not in (own, own.parent) and named.parent != own
-        if not foreign or checkpointer.newest() is None:
-            return Start(folder=checkpointer.find(resume), weights_only=weights_only, verified=False)
-        log.info("%s is where this run began; it goes on from its own newest step", resume)
-        weights_only = False
+        return Start(folder=folder, weights_only=False, verified=False)
+    if resume == "auto":
+        newest = checkpointer.newest_sound()
+        return None if newest is None else Start(folder=newest, weights_only=False, verified=True)
+    own, named = checkpointer.folder.resolve(), Path(resume).resolve()
+    if named in (own, own.parent) or named.parent == own:
+        if weights_only:
+            raise CheckpointError(
+                f'checkpoint.load = "weights" begins a new run, but {resume} is a checkpoint of this one: give the '
+                'new run a folder of its own (run.name or run.dir), or go on with this one (checkpoint.load = "all")'
+            )
+        return Start(folder=checkpointer.find(resume), weights_only=False, verified=False)
     newest = checkpointer.newest_sound()
-    return None if newest is None else Start(folder=newest, weights_only=weights_only, verified=True)
+    if newest is None:
+        return Start(folder=checkpointer.find(resume), weights_only=weights_only, verified=False)
+    log.info("%s is where this run began; it goes on from its own newest step", resume)
+    return Start(folder=newest, weights_only=False, verified=True)
 
 
 def _warn_of_newer(checkpointer: Checkpointer, step: int) -> None:

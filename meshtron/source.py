@@ -8,12 +8,12 @@ from torch import Tensor
 
 from meshtron.build import Model
 from meshtron.checkpoint import find_step, load, read_manifest
-from meshtron.errors import CheckpointError
+from meshtron.errors import CheckpointError, RecipeError
 from meshtron.hf.folder import is_hf_folder
 from meshtron.hf.recipe import recipe_of_folder
 from meshtron.hf.weights import WeightFiles, load_folder
 from meshtron.recipe import Recipe
-from meshtron.resume import WEIGHTS
+from meshtron.resume import WEIGHTS, understood
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,13 @@ def find_source(path: Path) -> Source:
     text = read_manifest(step).meta.get("recipe")
     if text is None:
         raise CheckpointError(f"{step}: no recipe in its manifest, so its model is not known")
-    return Source(folder=step, recipe=Recipe.model_validate(tomllib.loads(text)), is_hf=False)
+    with understood(step):
+        try:
+            recipe = Recipe(**tomllib.loads(text))
+        except RecipeError as error:
+            listed = "; ".join(str(error).splitlines())
+            raise CheckpointError(f"{step}: this meshtron does not know its recipe: {listed}") from None
+    return Source(folder=step, recipe=recipe, is_hf=False)
 
 
 def named_parameters(model: Model) -> dict[str, Tensor]:

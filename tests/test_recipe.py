@@ -123,6 +123,11 @@ def test_every_mistake_is_reported_once_with_key_file_and_nearest_name(path):
         ),
         ("profile.steps=9:3", 'profile.steps: expected "first:last" with 1 <= first <= last, found "9:3"'),
         ("validation.interval=5", "validation.data: missing (a list of sources)"),
+        (
+            "checkpoint.load=weights",
+            'checkpoint.load: "weights" begins a new run: checkpoint.resume must be the path of another run\'s '
+            'checkpoint, found "auto"',
+        ),
         ("parallel.dp=0", "parallel.dp: expected at least 1, or -1 for what is left of the world, found 0"),
         ("parallel.zero=2", "parallel.zero: expected 0 or 1, found 2"),
         (

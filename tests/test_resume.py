@@ -24,7 +24,8 @@ import meshtron as mt
 from meshtron import loop
 from meshtron.build import build_job
 from meshtron.checkpoint import checkpointer, files, read_manifest, whole_steps
-from meshtron.errors import CheckpointError, MeshtronError
+from meshtron.checkpoint.manifest import _sealed
+from meshtron.errors import CheckpointError, CheckpointFormatError, MeshtronError
 from meshtron.loop import train
 from meshtron.recipe import Recipe, dump_recipe
 from meshtron.run_lock import only_run
@@ -159,6 +160,31 @@ def test_a_new_run_from_the_weights_of_another_and_again_after_a_kill(folder, ca
     assert [line["loss"] for line in logged(second)] == [line["loss"] for line in before]
 
 
+def test_a_new_run_cannot_begin_in_the_folder_of_the_run_whose_weights_it_takes(folder):
+    train(small_recipe(folder, training={"steps": 2}, checkpoint={"interval": 1}))
+    before = files_of(checkpoints(folder) / "step-00000002")
+    (folder / "link").symlink_to(folder / "run")
+    for path in (folder / "run", folder / "link", checkpoints(folder), checkpoints(folder) / "step-00000001"):
+        with pytest.raises(CheckpointError, match=r"run\.name or run\.dir\), or .*load = .all.") as raised:
+            train(small_recipe(folder, checkpoint={"resume": str(path), "load": "weights"}))
+        assert f'checkpoint.load = "weights" begins a new run, but {path} is a checkpoint of' in str(raised.value)
+    assert whole_steps(checkpoints(folder)) == [1, 2]
+    assert files_of(checkpoints(folder) / "step-00000002") == before
+    assert [line["step"] for line in logged(folder)] == [1, 2]
+
+
+def test_a_run_whose_newest_step_is_of_a_later_format_is_refused(folder, caplog):
+    recipe = small_recipe(folder, training={"steps": 4}, checkpoint={"interval": 2})
+    train(recipe)
+    later = checkpoints(folder) / "step-00000004" / "manifest.json"
+    later.write_text(_sealed('{"format_version": 9, "meshtron": "77.0"}'))
+    for resume in ("auto", 4, str(folder / "run"), str(later.parent)):
+        with pytest.raises(CheckpointFormatError, match=r"checkpoint format 9, written by meshtron 77\.0;.* upgrade"):
+            train(small_recipe(folder, training={"steps": 4}, checkpoint={"interval": 2, "resume": resume}))
+    assert "damaged" not in caplog.text
+    assert later.exists()
+
+
 def test_a_checkpoint_that_no_training_run_saved_is_refused(folder):
     mt.save(folder / "mine" / "checkpoints", {"model": torch.nn.Linear(2, 2)})
     with pytest.raises(CheckpointError, match="no training run saved it"):
@@ -178,7 +204,7 @@ def test_partial_leaves_a_replaced_head_as_it_is(folder):
     names = ["model.lm_head*", "model.embed_tokens*"]
     train(small_recipe(second, model=wider, checkpoint=section | {"partial": names}, training={"steps": 1}))
     with pytest.raises(CheckpointError, match=r"partial pattern 'model\.heat\*' matches no name"):
-        train(small_recipe(second, checkpoint=section | {"resume": 1, "partial": ["model.heat*"]}))
+        train(small_recipe(second, checkpoint={"resume": 1, "partial": ["model.heat*"]}))
 
 
 def test_auto_passes_over_damage_and_an_explicit_step_stops(folder, caplog):

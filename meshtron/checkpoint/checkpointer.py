@@ -19,6 +19,7 @@ from meshtron.checkpoint.manifest import INDEX, MANIFEST, Manifest, rank_file
 from meshtron.checkpoint.plan import Chunk, Holding, Index, box_of, holding, spread
 from meshtron.checkpoint.ranks import Ranks, reason
 from meshtron.checkpoint.staging import Staging
+from meshtron.checkpoint.untrusted import check_levels
 from meshtron.checkpoint.verify import damage
 from meshtron.errors import CheckpointError
 
@@ -102,6 +103,7 @@ class Checkpointer:
         self.wait()
         doing = self._doing(step)
         kept_meta = json.loads(json.dumps(dict(meta), allow_nan=False))
+        check_levels(kept_meta)
         plan = self._planned(doing, tensors)
         header, spans, boxes = self._ranks.together(doing, lambda: _lay_out(plan, tensors, rank_state or {}))
         if not self._async:
@@ -160,11 +162,15 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Whole steps in rising order; hashes are not computed."""
-        return self._ranks.from_first(steps.whole_steps(self.folder) if self._ranks.rank == 0 else [])
+        return self._ranks.answer(lambda: steps.whole_steps(self.folder))
 
     def newest(self) -> Path | None:
-        """Folder of the newest whole step; hashes are not computed."""
-        return self._ranks.from_first(steps.newest(self.folder) if self._ranks.rank == 0 else None)
+        """Folder of the newest whole step; hashes are not computed.
+
+        Raises:
+            CheckpointFormatError: a later meshtron wrote a step that is newer than all that are whole.
+        """
+        return self._ranks.answer(lambda: steps.newest(self.folder))
 
     def newest_sound(self) -> Path | None:
         """Folder of the newest step whose every byte is as it was written; damaged ones are logged as errors.
@@ -174,8 +180,9 @@ class Checkpointer:
 
         Raises:
             CheckpointError: all there are are damaged.
+            CheckpointFormatError: a later meshtron wrote a step that is newer than all that are sound.
         """
-        named = self._ranks.from_first(steps.named_steps(self.folder) if self._ranks.rank == 0 else [])
+        named = self._ranks.answer(lambda: steps.named_steps(self.folder))
         for step in reversed(named):
             folder = steps.step_folder(self.folder, step)
             found = damage(folder, self._ranks)
@@ -193,16 +200,7 @@ class Checkpointer:
 
     def find(self, path: Path | str) -> Path:
         """``find_step(path)``, looked for by one rank: all ranks get the same answer."""
-        found, problem = None, ""
-        if self._ranks.rank == 0:
-            try:
-                found = steps.find_step(path)
-            except CheckpointError as error:
-                problem = str(error)
-        found, problem = self._ranks.from_first((found, problem))
-        if found is None:
-            raise CheckpointError(problem)
-        return found
+        return self._ranks.answer(lambda: steps.find_step(path))
 
     # How a step is written
 
@@ -274,6 +272,7 @@ def _lay_out(
     boxes = {chunk.key: box_of(tensors[chunk.name], origins[chunk.name], chunk) for chunk in plan.write}
     boxes |= {f"rank_state.{name}": value for name, value in rank_state.items() if isinstance(value, Tensor)}
     plain = {name: value for name, value in rank_state.items() if not isinstance(value, Tensor)}
+    check_levels(plain)
     header, spans = tensor_header(boxes, {"rank_state": json.dumps(plain)})
     return header, spans, boxes
 

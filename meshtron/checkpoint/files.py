@@ -10,6 +10,7 @@ import os
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from meshtron.checkpoint.untrusted import count, counts, instance, open_file, read_json
 from meshtron.errors import CheckpointError
 
 BLOCK_BYTES = 16 << 20  # read, hashed and written at a time: large enough for any disk, small enough to stay in cache
@@ -76,11 +78,12 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileRecord:
 
 def hash_file(path: Path) -> FileRecord:
     """Size and hash of a file as it is on disk now."""
-    size, digest, block = 0, xxhash.xxh3_128(), memoryview(bytearray(BLOCK_BYTES))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(block):
-            digest.update(block[:count])
-            size += count
+    size, digest = 0, xxhash.xxh3_128()
+    with open_file(path) as file:
+        block = memoryview(bytearray(min(BLOCK_BYTES, os.fstat(file.fileno()).st_size + 1)))
+        while length := file.readinto(block):
+            digest.update(block[:length])
+            size += length
     return FileRecord(size=size, xxh3_128=digest.hexdigest())
 
 
@@ -137,10 +140,13 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - close() and __exit__ close it
+        try:
+            self._file = open_file(path)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
         try:
             self.metadata, self.entries = self._read_header()
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError) as error:
             self._file.close()
             raise CheckpointError(f"{path}: not a tensor file ({error})") from error
 
@@ -150,14 +156,13 @@ class TensorFile:
         (length,) = struct.unpack("<Q", self._file.read(8).ljust(8, b"\xff"))
         if length > file_size - 8:
             raise ValueError(f"a header of {length} bytes in a file of {file_size}")
-        header = json.loads(self._file.read(length))
-        metadata, entries = header.pop("__metadata__", {}), {}
+        header = instance(read_json(self._file.read(length)), dict)
+        metadata, entries = instance(header.pop("__metadata__", {}), dict), {}
         for key, entry in header.items():
-            dtype, shape, (begin, end) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
-            count = 1
-            for extent in shape:
-                count *= extent
-            if end - begin != count * dtype.itemsize or not 0 <= begin <= end <= file_size - 8 - length:
+            entry = instance(entry, dict)
+            dtype, shape = DTYPES[instance(entry["dtype"], str)], counts(entry["shape"])
+            begin, end = map(count, instance(entry["data_offsets"], list))
+            if end - begin != prod(shape) * dtype.itemsize or not begin <= end <= file_size - 8 - length:
                 raise ValueError(f"{key} of shape {shape} at bytes {begin} to {end}")
             entries[key] = (dtype, shape, 8 + length + begin)
         return metadata, entries
@@ -165,10 +170,10 @@ class TensorFile:
     def read_into(self, buffer: memoryview, position: int) -> None:
         """Fill ``buffer`` from byte ``position`` of the file on."""
         while len(buffer):
-            count = os.preadv(self._file.fileno(), [buffer[:BLOCK_BYTES]], position)
-            if count == 0:
+            length = os.preadv(self._file.fileno(), [buffer[:BLOCK_BYTES]], position)
+            if length == 0:
                 raise CheckpointError(f"{self.path}: ends before byte {position + len(buffer)}")
-            buffer, position = buffer[count:], position + count
+            buffer, position = buffer[length:], position + length
 
     def read(self, key: str) -> Tensor:
         """One whole tensor, on the CPU."""

@@ -1,8 +1,8 @@
 """Loading: strict about names and shapes, indifferent to the layout that saved."""
 
-import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -21,6 +21,7 @@ from meshtron.checkpoint.files import BLOCK_BYTES, DTYPES, TensorFile, memory_of
 from meshtron.checkpoint.manifest import INDEX, Manifest, rank_file, read_manifest
 from meshtron.checkpoint.plan import Chunk, Index
 from meshtron.checkpoint.ranks import Ranks
+from meshtron.checkpoint.untrusted import check_levels, instance, open_file, read_json
 from meshtron.checkpoint.verify import damage
 from meshtron.errors import CheckpointError
 
@@ -57,6 +58,7 @@ def load(
     Raises:
         CheckpointError: the checkpoint is damaged (each file is named), names or shapes differ (all are listed),
             or a pattern of ``partial`` matches no name.
+        CheckpointFormatError: a later meshtron wrote it.
     """
     folder = Path(folder)
     with Ranks(process_group) as ranks:
@@ -64,7 +66,7 @@ def load(
             listed = "; ".join(f"{name}: {problem}" for name, problem in found.items())
             raise CheckpointError(f"{folder} is damaged: {listed}")
         doing = f"loading {folder}"
-        manifest = ranks.together(doing, lambda: read_manifest(folder))
+        manifest = ranks.answer(lambda: read_manifest(folder))
         index = ranks.together(doing, lambda: read_index(folder, manifest))
         wanted = _matched(folder, tensors, index, prefix, partial, ranks)
         ranks.together(doing, lambda: _fill(folder, manifest, wanted, index))
@@ -77,13 +79,20 @@ def read_index(folder: Path, manifest: Manifest) -> Index:
     Raises:
         CheckpointError: the index is not what ``save`` writes.
     """
+    path, held = folder / INDEX, Counter[str]()
     try:
-        index = Index.from_json(json.loads((folder / INDEX).read_bytes()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder / INDEX}: damaged, cannot be read ({error})") from error
-    strangers = {file for boxes in index.chunks.values() for _, file in boxes} - manifest.files.keys()
-    if strangers:  # never open what the manifest does not vouch for
-        raise CheckpointError(f"{folder / INDEX}: names files that the manifest does not: {sorted(strangers)}")
+        with open_file(path) as file:
+            index = Index.from_json(instance(read_json(file.read()), dict))
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path}: damaged, cannot be read ({error})") from error
+    for name, boxes in index.chunks.items():
+        for chunk, where in boxes:
+            held[where] += chunk.numel * DTYPES[index.tensors[name].dtype].itemsize
+    # Never open what the manifest does not vouch for, nor make room for more than there is.
+    if strangers := held.keys() - manifest.files.keys():
+        raise CheckpointError(f"{path}: names files that the manifest does not: {sorted(strangers)}")
+    if short := [name for name, num_bytes in held.items() if num_bytes > manifest.files[name].size]:
+        raise CheckpointError(f"{path}: says of {', '.join(sorted(short))} that they hold more than their size")
     return index
 
 
@@ -128,7 +137,11 @@ def read_rank_state(folder: Path | str, rank: int) -> dict[str, Any] | None:
     if rank >= read_manifest(folder).world_size:
         return None
     with TensorFile(folder / rank_file(rank)) as file:
-        state = json.loads(file.metadata["rank_state"])
+        try:
+            state = instance(read_json(instance(file.metadata["rank_state"], str)), dict)
+            check_levels(state)
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(f"{file.path}: holds no state of a rank ({error})") from error
         own = [key for key in file.entries if key.startswith("rank_state.")]
         return state | {key.removeprefix("rank_state."): file.read(key) for key in own}
 

@@ -1,6 +1,8 @@
 """The manifest: the last file written to a checkpoint, naming every other one with its size and hash."""
 
 import json
+import os
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -12,11 +14,13 @@ import torch
 import xxhash
 
 from meshtron.checkpoint.files import FileRecord
-from meshtron.errors import CheckpointError
+from meshtron.checkpoint.untrusted import check_levels, count, instance, open_file, read_json
+from meshtron.errors import CheckpointError, CheckpointFormatError
 
 MANIFEST = "manifest.json"
 INDEX = "index.json"
 FORMAT_VERSION = 1
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 def rank_file(rank: int) -> str:
@@ -44,10 +48,6 @@ class Manifest:
     @classmethod
     def of(cls, step: int, meta: Mapping[str, Any], files: dict[str, FileRecord], world_size: int) -> "Manifest":
         """A manifest for a checkpoint that is being written here and now."""
-        try:
-            own_version = version("meshtron")
-        except PackageNotFoundError:  # a checkout on PYTHONPATH without an install
-            own_version = "0+unknown"
         return cls(
             step=step,
             meta=dict(meta),
@@ -55,7 +55,33 @@ class Manifest:
             world_size=world_size,
             saved_at=time.time(),
             torch=torch.__version__,
-            meshtron=own_version,
+            meshtron=_own_version(),
+        )
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "Manifest":
+        """The manifest that ``fields`` are, if they are one.
+
+        Raises:
+            ValueError, KeyError: they are none.
+        """
+        if fields.keys() != cls.__dataclass_fields__.keys():
+            raise ValueError(f"fields {sorted(fields)}, expected {sorted(cls.__dataclass_fields__)}")
+        files = {}
+        for name, record in instance(fields["files"], dict).items():
+            if not _PLAIN_NAME.fullmatch(name):
+                raise ValueError(f"{name!r} is no name of a file in this folder")
+            record = instance(record, dict)
+            files[name] = FileRecord(size=count(record["size"]), xxh3_128=instance(record["xxh3_128"], str))
+        check_levels(fields["meta"])
+        return cls(
+            step=count(fields["step"]),
+            meta=instance(fields["meta"], dict),
+            files=files,
+            world_size=count(fields["world_size"]),
+            saved_at=instance(fields["saved_at"], float),
+            torch=instance(fields["torch"], str),
+            meshtron=instance(fields["meshtron"], str),
         )
 
     @property
@@ -65,62 +91,93 @@ class Manifest:
 
     def render(self) -> str:
         """The text of the file. The hash in its last line covers every byte before that line."""
-        body = json.dumps(asdict(self), indent=1, sort_keys=True, allow_nan=False)
-        return f'{{"manifest":\n{body},\n"xxh3_128": "{_hash(body)}"}}\n'
+        return _sealed(json.dumps(asdict(self), indent=1, sort_keys=True, allow_nan=False))
 
 
-def _hash(text: str) -> str:
-    return xxhash.xxh3_128_hexdigest(text.encode())
+def _own_version() -> str:
+    try:
+        return version("meshtron")
+    except PackageNotFoundError:  # a checkout on PYTHONPATH without an install
+        return "0+unknown"
+
+
+# The envelope, "format_version" and "meshtron" are the same in every format, so that a manifest of a later one can
+# be told from a damaged one.
+_HEAD = '{"manifest":\n'
+
+
+def _sealed(body: str) -> str:
+    return f'{_HEAD}{body},\n"xxh3_128": "{xxhash.xxh3_128_hexdigest(body.encode())}"}}\n'
+
+
+_TAIL_LENGTH = len(_sealed("")) - len(_HEAD)
 
 
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a step folder.
 
     Raises:
-        CheckpointError: there is none, a byte of it has changed, or a later format wrote it.
+        CheckpointError: there is none, or it is damaged.
+        CheckpointFormatError: a later meshtron wrote it.
     """
-    path = folder / MANIFEST
+    path = Path(folder) / MANIFEST
     try:
-        text = path.read_bytes().decode()
-        fields = json.loads(text)["manifest"]
-        if fields["format_version"] > FORMAT_VERSION:
-            raise CheckpointError(
-                f"{path}: written in checkpoint format {fields['format_version']}, this meshtron reads up to "
-                f"{FORMAT_VERSION}: load it with the version that wrote it, {fields['meshtron']}, or a later one"
+        with open_file(path) as file:
+            text = file.read().decode()
+        body = text[len(_HEAD) : -_TAIL_LENGTH]
+        if _sealed(body) != text:
+            raise CheckpointError(f"{path}: damaged, its hash does not match its content")
+        fields = instance(read_json(body), dict)
+        if (found := count(fields["format_version"])) > FORMAT_VERSION:
+            raise CheckpointFormatError(
+                f"{path}: checkpoint format {found}, written by meshtron {ascii(fields['meshtron'])[1:-1]:.40}; this "
+                f"meshtron, {_own_version()}, reads format {FORMAT_VERSION}: upgrade meshtron to load it"
             )
-        records = {name: FileRecord(**record) for name, record in fields.pop("files").items()}
-        manifest = Manifest(**fields, files=records)
+        return Manifest.from_json(fields)
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: no {MANIFEST}, so this is no whole checkpoint") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError) as error:
         raise CheckpointError(f"{path}: damaged, cannot be read ({error})") from error
-    if manifest.render() != text:
-        raise CheckpointError(f"{path}: damaged, its hash does not match its content")
-    return manifest
 
 
 def faults(folder: Path, manifest: Manifest) -> dict[str, str]:
     """What the folder's listing already tells: file name -> missing, wrong size, or not of this checkpoint."""
-    found = {path.name: path for path in folder.iterdir()}
+    with os.scandir(folder) as entries:
+        found = {entry.name: entry for entry in entries}
     problems = {}
     for name, record in manifest.files.items():
-        path = found.pop(name, None)
-        if path is None or not path.is_file():
+        entry = found.pop(name, None)
+        if entry is None:
             problems[name] = "missing"
-        elif (size := path.stat().st_size) != record.size:
+        elif entry.is_symlink():
+            problems[name] = "a link, expected a file: put what it points to in its place"
+        elif not entry.is_file():
+            problems[name] = "not a file"
+        elif (size := entry.stat().st_size) != record.size:
             problems[name] = f"{size} bytes, expected {record.size}"
     found.pop(MANIFEST, None)
     return problems | dict.fromkeys(sorted(found), "not a file of this checkpoint")
 
 
 def unwhole(folder: Path) -> str:
-    """What keeps a step folder from being whole, as far as its manifest and sizes tell; empty where nothing does."""
+    """What keeps a step folder from being whole, as far as its manifest and sizes tell; empty where nothing does.
+
+    Raises:
+        CheckpointFormatError: a later meshtron wrote it.
+    """
     try:
         return "; ".join(f"{name}: {problem}" for name, problem in faults(folder, read_manifest(folder)).items())
+    except CheckpointFormatError:
+        raise
     except (CheckpointError, OSError) as error:
         return str(error)
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether the manifest is sound and every file is there at its full size; hashes are not computed."""
-    return not unwhole(folder)
+    """Whether this meshtron reads the manifest and every file is there at its full size; hashes are not computed."""
+    try:
+        return not unwhole(folder)
+    except CheckpointFormatError:
+        return False

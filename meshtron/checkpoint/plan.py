@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 
 from meshtron.checkpoint.files import DTYPE_NAMES, DTYPES
+from meshtron.checkpoint.untrusted import counts, instance
 from meshtron.errors import CheckpointError
 
 
@@ -215,14 +216,28 @@ class Index:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Index":
-        """Read back what ``to_json`` gave."""
-        tensors, chunks = {}, {}
+        """Read back what ``to_json`` gave.
+
+        Raises:
+            ValueError, KeyError: something else, or boxes that do not make up their tensor.
+        """
+        tensors: dict[str, TensorInfo] = {}
+        chunks: dict[str, list[tuple[Chunk, str]]] = {}
         for name, entry in content.items():
-            tensors[name] = TensorInfo(dtype=entry["dtype"], shape=tuple(entry["shape"]))
-            chunks[name] = [
-                (Chunk(name=name, offsets=tuple(offsets), sizes=tuple(sizes)), file)
-                for offsets, sizes, file in entry["chunks"]
-            ]
+            entry = instance(entry, dict)
+            tensors[name] = info = TensorInfo(dtype=instance(entry["dtype"], str), shape=counts(entry["shape"]))
+            if info.dtype not in DTYPES:
+                raise ValueError(f"{name} has dtype {info.dtype}")
+            chunks[name] = []
+            for box in instance(entry["chunks"], list):
+                offsets, sizes, file = instance(box, list)
+                chunk = Chunk(name=name, offsets=counts(offsets), sizes=counts(sizes))
+                ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+                if any(end > extent for end, extent in zip(ends, info.shape, strict=True)):
+                    raise ValueError(f"{chunk.key} is outside the shape {info.shape}")
+                chunks[name].append((chunk, instance(file, str)))
+            if (held := sum(chunk.numel for chunk, _ in chunks[name])) != prod(info.shape):
+                raise ValueError(f"{name} of shape {info.shape} is made up of {held} elements")
         return cls(tensors=tensors, chunks=chunks)
 
     def reads(self, tensors: Mapping[str, Tensor]) -> list[tuple[ReadItem, Chunk, str]]:

@@ -83,6 +83,25 @@ class Ranks:
         dist.broadcast_object_list(values, group=self._group, group_src=0)
         return values[0]
 
+    def answer(self, look: Callable[[], T]) -> T:
+        """What ``look`` finds on rank 0, on every rank.
+
+        Raises:
+            CheckpointError: ``look`` could not find out; the same error on every rank.
+        """
+        found, problem = None, None
+        if self.rank == 0:
+            try:
+                found = look()
+            except CheckpointError as error:
+                problem = error
+            except OSError as error:
+                problem = CheckpointError(reason(error))
+        found, problem = self.from_first((found, problem))
+        if problem is not None:
+            raise problem
+        return found  # type: ignore[return-value]
+
     def together(self, doing: str, work: Callable[[], T]) -> T:
         """Run ``work`` on every rank; where it fails on one, raise the same error on all.
 

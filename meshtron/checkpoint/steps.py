@@ -47,9 +47,13 @@ def whole_steps(folder: Path) -> list[int]:
 
 
 def newest(folder: Path) -> Path | None:
-    """The folder of the newest whole step, or None."""
+    """The folder of the newest whole step, or None.
+
+    Raises:
+        CheckpointFormatError: a later meshtron wrote a step that is newer than all that are whole.
+    """
     for step in reversed(named_steps(folder)):
-        if is_whole(step_folder(folder, step)):
+        if not unwhole(step_folder(folder, step)):
             return step_folder(folder, step)
     return None
 
@@ -63,6 +67,7 @@ def find_step(path: Path | str) -> Path:
 
     Raises:
         CheckpointError: there is no checkpoint under ``path``.
+        CheckpointFormatError: a later meshtron wrote the newest step.
     """
     path = Path(path)
     if not path.is_dir():
@@ -104,7 +109,7 @@ def commit(folder: Path, step: int) -> None:
     final, writing = step_folder(folder, step), writing_folder(folder, step)
     replaced = _beside(final, REPLACED)
     sync_folder(writing)
-    former = final.exists()
+    former = os.path.lexists(final)
     if former:
         _remove(replaced)
         final.rename(replaced)
@@ -185,4 +190,4 @@ def _remove(folder: Path) -> None:
     if folder.is_symlink():  # a step that somebody has moved to another disk: the link goes, the content is theirs
         folder.unlink()
     elif folder.exists():
-        shutil.rmtree(folder)
+        shutil.rmtree(folder)  # which unlinks what is a link in it

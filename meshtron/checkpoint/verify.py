@@ -9,7 +9,7 @@ import torch.distributed as dist
 from meshtron.checkpoint.files import FileRecord, hash_file
 from meshtron.checkpoint.manifest import MANIFEST, Manifest, faults, read_manifest
 from meshtron.checkpoint.ranks import Ranks, reason
-from meshtron.errors import CheckpointError
+from meshtron.errors import CheckpointError, CheckpointFormatError
 
 
 def verify(folder: Path | str, process_group: dist.ProcessGroup | None = None) -> dict[str, str]:
@@ -22,6 +22,9 @@ def verify(folder: Path | str, process_group: dist.ProcessGroup | None = None) -
 
     Returns:
         What is wrong by file name, the same on every rank; empty where the checkpoint is sound.
+
+    Raises:
+        CheckpointFormatError: a later meshtron wrote it, so what is right is not known.
     """
     with Ranks(process_group) as ranks:
         return damage(Path(folder), ranks)
@@ -29,7 +32,7 @@ def verify(folder: Path | str, process_group: dist.ProcessGroup | None = None) -
 
 def damage(folder: Path, ranks: Ranks) -> dict[str, str]:
     """``verify`` by ranks that exist already."""
-    manifest, found = ranks.from_first(_listing(folder) if ranks.rank == 0 else (None, {}))
+    manifest, found = ranks.answer(lambda: _listing(folder))
     if manifest is not None:
         unread = {name: record for name, record in manifest.files.items() if name not in found}
         mine = _share(unread, ranks.rank, ranks.size)
@@ -45,6 +48,8 @@ def _listing(folder: Path) -> tuple[Manifest | None, dict[str, str]]:
     try:
         manifest = read_manifest(folder)
         return manifest, faults(folder, manifest)
+    except CheckpointFormatError:
+        raise
     except (CheckpointError, OSError) as error:
         return None, {MANIFEST: reason(error)}
 

@@ -13,7 +13,7 @@ from meshtron.recipe import layout
 from meshtron.recipe.base import Count, Positive, Section
 from meshtron.recipe.data import DataSection, DataStage, ValidationSection
 from meshtron.recipe.model import CustomModelSection, ModelSection, model_tag
-from meshtron.recipe.problems import UNION_TAGS, Problems
+from meshtron.recipe.problems import UNION_TAGS, Problems, show
 
 
 class RunSection(Section):
@@ -183,9 +183,16 @@ class CheckpointSection(Section):
     resume: str | Count = "auto"
     """"auto" (newest whole step, if any), "none", a step number, or a path. Default "auto"."""
     load: Literal["all", "weights"] = "all"
-    """"weights" starts a new run from a checkpoint's weights. Default "all"."""
+    """"weights" starts a new run from the weights of another run's checkpoint, a path in resume. Default "all"."""
     partial: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Patterns of parameter names that the checkpoint may lack. Default []."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.load == "weights" and (isinstance(self.resume, int) or self.resume in ("auto", "none")):
+            sentence = '"weights" begins a new run: checkpoint.resume must be the path of another run\'s checkpoint'
+            raise Problems([("load", f"{sentence}, found {show(self.resume)}")])
+        return self
 
 
 class MetricsSection(Section):
