@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
-from meshtron.errors import CheckpointError, MeshtronError
+from meshtron.errors import CheckpointError, DataError, MeshtronError
 from meshtron.hf.convert import import_hf
 from meshtron.hf.weights import INDEX, parse_size
-from tests.hf_models import tensors_in
+from tests.hf_models import VOCAB, tensors_in
 
 
 def test_tensors_that_do_not_fit_are_listed(hf_folders: dict[str, Path], tmp_path: Path) -> None:
@@ -35,7 +37,7 @@ def test_files_that_cannot_be_used_are_named(hf_folders: dict[str, Path], tmp_pa
         folder = tmp_path / f"case-{len(list(tmp_path.iterdir()))}"
         shutil.copytree(hf_folders["llama3"], folder)
         prepare(folder)
-        with pytest.raises(CheckpointError, match=match):
+        with pytest.raises((CheckpointError, DataError), match=match):
             import_hf(folder, tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
@@ -64,11 +66,22 @@ def test_files_that_cannot_be_used_are_named(hf_folders: dict[str, Path], tmp_pa
     def no_files_in_index(folder: Path) -> None:
         (folder / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": 5}}))
 
+    def saved_twice(folder: Path) -> None:
+        shutil.copyfile(folder / "model.safetensors", folder / "model-00001-of-00001.safetensors")
+        names = dict.fromkeys(tensors_in(folder), "model-00001-of-00001.safetensors")
+        (folder / INDEX).write_text(json.dumps({"weight_map": names}))
+
+    def large_tokenizer(folder: Path) -> None:
+        tokens = {str(number): number for number in range(VOCAB + 1)}
+        Tokenizer(WordLevel(tokens, unk_token="0")).save(str(folder / "tokenizer.json"))
+
     refused(r"pickled \(pytorch_model\.bin\).*save_pretrained", pickled)
     refused("not a whole safetensors file", cut_short)
     refused(r"model\.norm\.weight is I8; expected F64, F32, F16, BF16", quantised)
     refused(r"disagree about lm_head\.weight", wrong_index)
     refused(r"model-00002-of-00002\.safetensors named by", absent_file)
+    refused(r"model\.safetensors and model\.safetensors\.index\.json, which does not name it", saved_twice)
+    refused(rf"{VOCAB + 1} ids.*{VOCAB}", large_tokenizer)
     refused("not an index of safetensors files", no_files_in_index)
     refused(r"no \*\.safetensors files", lambda folder: (folder / "model.safetensors").unlink())
     refused("not JSON", lambda folder: (folder / "config.json").write_text("{"))

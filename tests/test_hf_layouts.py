@@ -18,7 +18,7 @@ from tests.hf_ranks import load_shard, logits_at, logits_of_all
 TOKENS = tokens_of()
 
 
-LAYOUTS = ["1x1x1", "1x1x2", "1x1x3", "2x1x1", "2x1x2", "2x1x3", "4x1x1", "4x1x2"]
+LAYOUTS = ["1x1x1", "1x1x2", "1x1x3", "2x1x1", "2x1x2", "2x1x3", "4x1x1", "4x1x2", "4x1x3"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -11,6 +11,7 @@ from torch import Tensor
 import meshtron
 from meshtron.build import dtype_of, model_section
 from meshtron.checkpoint import Checkpointer, read_manifest, read_tensors, stored_tensors, verify
+from meshtron.data.tokenizer import load_tokenizer, tokenizer_file
 from meshtron.errors import CheckpointError
 from meshtron.hf.config import config_to_hf
 from meshtron.hf.folder import CONFIG, GENERATION, TOKEN_IDS, is_hf_folder, render_json
@@ -35,6 +36,7 @@ def import_hf(folder: Path, out: Path) -> Path:
 
     Raises:
         CheckpointError: the model is not supported, tensors do not fit config.json, or ``out`` is not empty.
+        DataError: the tokenizer has more ids than the model.
     """
     if not is_hf_folder(folder):
         raise CheckpointError(f"{folder}: no {CONFIG} there; expected a Hugging Face folder")
@@ -44,6 +46,8 @@ def import_hf(folder: Path, out: Path) -> Path:
     check_weights(files, shapes, ties)
     files.check_ties(ties)
     recipe = source.recipe.resolve(1)
+    if tokenizer_file(folder) is not None:
+        load_tokenizer(folder, recipe.model.vocab_size)
     meta = {
         "step": 0,
         "samples": 0,

@@ -98,6 +98,11 @@ def _weight_paths(folder: Path) -> list[Path]:
         absent = sorted(file for file in files if not (folder / file).is_file())
         if absent:
             raise CheckpointError(f"{folder}: {_some(absent)} named by {INDEX} but not there; download it again")
+        if single.is_file() and single.name not in files:
+            raise CheckpointError(
+                f"{folder}: {single.name} and {INDEX}, which does not name it: two models, or one saved twice; "
+                "remove the one that is not meant"
+            )
         paths = sorted(folder / file for file in files)  # others may be there (Mistral's consolidated.safetensors)
     if paths:
         return paths
