@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from meshtron.errors import MeshtronError
@@ -24,6 +24,26 @@ def make_folder(path: Path) -> None:
     make_folder(path.parent)
     path.mkdir(exist_ok=True)
     sync_folder(path.parent)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Put ``text`` into a file by one rename, synced: a kill or a full disk leaves the former file or the new one.
+
+    Raises:
+        OSError: it cannot be written; ``filename`` is set.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        error.filename = str(path)
+        raise
 
 
 @contextmanager

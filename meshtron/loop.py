@@ -14,8 +14,9 @@ from torch import distributed as dist
 from meshtron import world
 from meshtron.build import Job, build_job, model_section, norm_type_of
 from meshtron.checkpoint import Checkpointer
+from meshtron.checkpoint.ranks import on_first_rank
 from meshtron.data import Batch, TrainStream, ValidationSet
-from meshtron.durable import make_folder, writing
+from meshtron.durable import make_folder, write_whole
 from meshtron.errors import MeshtronError
 from meshtron.feed import check_tokenizer, data_state, describe_stage, open_training, open_validation
 from meshtron.hf.recipe import fill_from_hf
@@ -47,9 +48,7 @@ def train(recipe: Recipe) -> Progress:
         job = build_job(recipe, device)
         seed_rng(job, 0)
         folder = Path(recipe.run.dir)
-        if world.rank() == 0:
-            with writing(folder):
-                make_folder(folder)
+        on_first_rank(f"creating {folder}", lambda: make_folder(folder))
         with (
             only_run(folder) if world.rank() == 0 else nullcontext(),
             StopRequests(folder / "STOP") as stop,
@@ -61,9 +60,8 @@ def train(recipe: Recipe) -> Progress:
             ) as checkpointer,
         ):
             progress = resume(job, checkpointer)
-            if world.rank() == 0:
-                with writing(folder / "recipe.toml"):
-                    (folder / "recipe.toml").write_text(dump_recipe(recipe), encoding="utf-8")
+            recipe_file = folder / "recipe.toml"
+            on_first_rank(f"writing {recipe_file}", lambda: write_whole(recipe_file, dump_recipe(recipe)))
             if progress.step >= recipe.training.steps:
                 log.info("nothing is left to do: %d of %d steps are done", progress.step, recipe.training.steps)
             done = progress.step, progress.samples

@@ -5,7 +5,6 @@ Only rank 0 has a writer; every figure it is given counts the whole job.
 
 import json
 import math
-import os
 import secrets
 import sys
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from typing import Any, Self
 
 import torch
 
-from meshtron.durable import writing
+from meshtron.durable import write_whole, writing
 from meshtron.errors import MeshtronError
 
 # Dense bfloat16 peak in FLOP/s by a part of the device's name; the first part found in the name counts. NVIDIA's
@@ -195,12 +194,7 @@ def drop_later_steps(path: Path, step: int) -> None:
     kept = [line for line in lines if 0 < _step_of(line) <= step]
     if kept == lines:
         return
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_whole(path, "".join(kept))
 
 
 def _step_of(line: str) -> int:

@@ -21,7 +21,7 @@ from torch import distributed as dist
 from torch.nn import functional as F
 
 import meshtron as mt
-from meshtron import loop
+from meshtron import durable, loop
 from meshtron.build import build_job
 from meshtron.checkpoint import checkpointer, files, read_manifest, whole_steps
 from meshtron.checkpoint.manifest import _sealed
@@ -443,16 +443,19 @@ def test_one_rank_to_eight_and_back(folder):
 # Failures
 
 
-class FullDisk:
-    """Opens files that cannot be written, once a step's number is in the path."""
+class FailingDisk:
+    """Opens files, but creates none with ``refused`` in its path."""
+
+    def __init__(self, refused: str, error: int) -> None:
+        self.refused, self.error = refused, error
 
     def __call__(self, path, mode="r", **options):
-        if "x" in mode and "step-00000004" in str(path):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        if mode in ("xb", "w") and self.refused in str(path):
+            raise OSError(self.error, os.strerror(self.error), str(path))
         return open(path, mode, **options)
 
 
-def train_on_a_full_disk(recipe: Recipe) -> tuple[str, int]:
+def train_on_a_failing_disk(recipe: Recipe, error: int) -> tuple[str, int]:
     steps, forward_backward = [], loop.forward_backward
 
     def slower(*args):
@@ -462,7 +465,7 @@ def train_on_a_full_disk(recipe: Recipe) -> tuple[str, int]:
 
     loop.forward_backward = slower
     if dist.get_rank() == 1:
-        files.open = FullDisk()
+        files.open = FailingDisk("step-00000004", error)
     try:
         with pytest.raises(CheckpointError) as raised:
             train(recipe)
@@ -472,14 +475,42 @@ def train_on_a_full_disk(recipe: Recipe) -> tuple[str, int]:
     return str(raised.value), len(steps)
 
 
-def test_a_disk_that_fills_up_stops_the_run_long_before_its_end(folder):
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS])
+def test_a_disk_that_fails_one_rank_stops_the_run_long_before_its_end(folder, error):
     recipe = small_recipe(folder, "1x2x1", training={"steps": 200}, checkpoint={"interval": 2})
-    (first, steps), (second, also) = run_ranks(train_on_a_full_disk, 2, recipe)
+    (first, steps), (second, also) = run_ranks(train_on_a_failing_disk, 2, recipe, error)
     assert first == second
-    assert "saving step 4 to" in first
-    assert "No space left on device" in first
+    path = checkpoints(folder) / "step-00000004"
+    failed = f"rank 1: {path}.writing/rank-00001.safetensors: {os.strerror(error)}"
+    assert first == f"saving step 4 to {path} failed: {failed}"
     assert steps == also <= 6
-    assert whole_steps(checkpoints(folder)) == [2]
+    assert os.listdir(checkpoints(folder)) == ["step-00000002"]
+
+
+def train_where_no_recipe_can_be_written(recipe: Recipe) -> list[str]:
+    messages = []
+    for error in (errno.ENOSPC, errno.EROFS):
+        durable.open = FailingDisk("recipe.toml", error)
+        try:
+            with pytest.raises(MeshtronError) as raised:
+                train(recipe)
+        finally:
+            del durable.open
+        messages.append(str(raised.value))
+    return messages
+
+
+def test_a_recipe_that_cannot_be_written_stops_every_rank_and_leaves_the_former_one(folder):
+    train(small_recipe(folder, training={"steps": 1}))
+    before = (folder / "run" / "recipe.toml").read_text()
+    first, second = run_ranks(train_where_no_recipe_can_be_written, 2, small_recipe(folder, "1x2x1"))
+    assert first == second
+    path = folder / "run" / "recipe.toml"
+    reasons = ("No space left on device", "Read-only file system")
+    assert first == [f"writing {path} failed: rank 0: {path}: {reason}" for reason in reasons]
+    assert path.read_text() == before
+    assert sorted(os.listdir(folder / "run")) == ["checkpoints", "metrics.jsonl", "recipe.toml"]
+    assert [line["step"] for line in logged(folder)] == [1]
 
 
 def train_with_poison(recipe: Recipe, at_steps: list[int], where: str) -> str:

@@ -145,6 +145,16 @@ class Ranks:
         return text if self.size == 1 else f"rank {rank}: {text}"
 
 
+def on_first_rank(doing: str, work: Callable[[], None]) -> None:
+    """Do on rank 0 what one rank has to do; every rank makes the call.
+
+    Raises:
+        CheckpointError: ``work`` failed; on all ranks.
+    """
+    with Ranks() as ranks:
+        ranks.on_first(doing, work)
+
+
 def reason(error: Exception) -> str:
     """One line that says what happened and, for the operating system's errors, to which path."""
     if isinstance(error, MeshtronError):
