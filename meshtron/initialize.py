@@ -53,9 +53,9 @@ def materialize(
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
                     raise MeshtronError(
-                        f"buffer {global_name(f'{path}.{name}')!r} of {type(module).__name__} is on the meta device, "
-                        "so its values are lost: build that module outside torch.device('meta') and put it into the "
-                        "model before init_weights"
+                        f"buffer {global_name(f'{path}.{name}'.lstrip('.'))!r} of {type(module).__name__} is on the "
+                        "meta device, so its values are lost: before split_stages and init_weights give that module "
+                        f"its {name} anew, or put one there that was built outside torch.device('meta')"
                     )
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)

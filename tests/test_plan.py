@@ -111,12 +111,15 @@ def test_a_module_that_torchs_style_does_not_take_is_named():
             r"layers.0.self_attn.q_proj: Colwise.* leaves .*self_attn.o_proj\?",
         ),
         ("layers.*.mlp.down_proj", r"layers.0.mlp.gate_proj: ColwiseParallel leaves .*layers.0.mlp.down_proj\?"),
-        ("layers.*.self_attn.q_proj", r"layers.0.self_attn.o_proj fails at the shapes of one of tp = 4 ranks"),
+        (
+            "layers.*.self_attn.q_proj",
+            r"layers.0.self_attn: scaled_dot_product_attention joins .*q_proj.weight, whole",
+        ),
         ("layers.*.mlp.up_proj", r"layers.0.mlp fails at the shapes"),
         ("layers.*.mlp", r"layers.0 fails at the shapes"),
         ("layers.*.self_attn", r"layers.0.self_attn fails at the shapes"),
-        ("layers.*.input_layernorm", r"layers.0.input_layernorm: is given .* and no plan key says so"),
-        ("norm", r"norm: is given .* SequenceParallel"),
+        ("layers.*.input_layernorm", r"layers.0.input_layernorm: rms_norm joins .*SequenceParallel"),
+        ("norm", r"norm: rms_norm joins what comes from norm.weight, whole.* share of .*down_proj:"),
     ],
 )
 def test_a_forgotten_line_is_named(forgotten, message):
@@ -132,6 +135,39 @@ def test_a_rowwise_without_its_colwise_is_named():
         mt.check_plan(model, {"1": RowwiseParallel()}, 2)
     mt.check_plan(model, {"1": RowwiseParallel(input_layouts=Replicate())}, 2)
     mt.check_plan(model, {"0": ColwiseParallel(), "1": RowwiseParallel()}, 2, example=torch.ones(2, 8))
+
+
+class OneKeyHead(nn.Module):
+    """Attention whose query heads share one key and one value head, however these are brought to them."""
+
+    def __init__(self, heads: str) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.o = nn.Linear(8, 8), nn.Linear(8, 2), nn.Linear(8, 2), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, 2)).transpose(1, 2) for w in (self.q, self.k, self.v))
+        if self.heads == "expanded":
+            k, v = (y.expand_as(q) for y in (k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, enable_gqa=self.heads == "grouped")
+        return self.o(mixed.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("heads", ["grouped", "expanded"])
+@pytest.mark.parametrize("output", [None, Replicate()])
+def test_fewer_key_heads_than_ranks_are_named(heads, output):
+    plan = {"q": ColwiseParallel(), "o": RowwiseParallel()}
+    if output is not None:  # gathered again, but the gradient of what is gathered is not added up
+        plan |= {"k": ColwiseParallel(output_layouts=output), "v": ColwiseParallel(output_layouts=output)}
+    with pytest.raises(mt.PlanError, match=r"OneKeyHead: scaled_dot.* joins what comes from v.*key-value heads"):
+        mt.check_plan(OneKeyHead(heads), plan, 2, example=torch.zeros(1, 4, 8))
+
+
+def test_what_has_no_gradient_may_meet_a_share():
+    model = OneKeyHead("grouped")
+    for part in (model.k, model.v):
+        part.requires_grad_(False)
+    mt.check_plan(model, {"q": ColwiseParallel(), "o": RowwiseParallel()}, 2, example=torch.zeros(1, 4, 8))
 
 
 def fixed_heads(self, x):

@@ -14,16 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from meshtron.errors import PlanError
 from meshtron.parallel.names import global_name
+from meshtron.parallel.origins import Origin, follow, note
 from meshtron.parallel.placement import shard_range
 from meshtron.parallel.styles import KNOWN, Change, effect_of, sharded_dim
 
 _CUTS = ("chunk", "split", "tensor_split", "split_with_sizes")
+_OWN_PARAMETERS = (ColwiseParallel, RowwiseParallel, SequenceParallel)  # these shard them, or sum their gradients
 _VIEWS = ("view", "reshape", "unflatten")
 
 
@@ -71,8 +73,12 @@ def rehearse(
                 f"{type(error).__name__}: {error}"
             ) from error
         return False
-    for name, style in styles.items():
-        _shard(part.get_submodule(name), style, tp)
+    for name, module in part.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None and not isinstance(styles.get(name), _OWN_PARAMETERS):
+                note(parameter, Origin(source=f"{name}.{attribute}".lstrip("."), sharded=False))
+        if name in styles:
+            _shard(name, module, styles[name], tp)
     found = _Trace(part, styles)
     try:
         found.run(inputs)
@@ -85,7 +91,6 @@ def rehearse(
             "-1, head_dim); else the plan lacks a line for a module before it, or has one too many"
         ) from error
     _compare(expected, found, tp)
-    _check_unplanned(expected, found, styles)
     return True
 
 
@@ -99,8 +104,8 @@ def _meta_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _shard(module: nn.Module, style: ParallelStyle, tp: int) -> None:
-    """Give ``module`` rank 0's parameters, and hooks that change shapes as ``style`` does."""
+def _shard(path: str, module: nn.Module, style: ParallelStyle, tp: int) -> None:
+    """Give ``module`` rank 0's parameters, and hooks that change shapes and note origins as ``style`` does."""
     effect = effect_of(style, module)
     out_features = None
     for name, parameter in list(module._parameters.items()):
@@ -110,7 +115,7 @@ def _shard(module: nn.Module, style: ParallelStyle, tp: int) -> None:
             if dim == 0 and name == "weight":
                 out_features = shape[0]
             shape[dim] = len(shard_range(shape[dim], tp, 0))
-            module._parameters[name] = nn.Parameter(parameter.new_empty(shape), requires_grad=False)
+            module._parameters[name] = nn.Parameter(parameter.new_empty(shape), parameter.requires_grad)
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         changed = _relaid(args, effect.inputs, tp)
@@ -124,6 +129,9 @@ def _shard(module: nn.Module, style: ParallelStyle, tp: int) -> None:
         outputs = output if isinstance(output, tuple) else (output,)
         colwise = isinstance(style, ColwiseParallel) and isinstance(module, nn.Linear)
         changed = _relaid(outputs, effect.outputs, tp, last=out_features if colwise else None)
+        for value, layout in zip(changed, effect.outputs[1], strict=False):
+            if isinstance(value, Tensor) and layout is not None:
+                note(value, Origin(source=path, sharded=isinstance(layout, Shard)))
         return changed if isinstance(output, tuple) else changed[0]
 
     module.register_forward_pre_hook(before, with_kwargs=True)
@@ -153,7 +161,8 @@ def _local(value: Any, now: Placement | None, wanted: Placement | None, tp: int,
         if shape[dim] % tp:
             raise ValueError(f"a tensor of shape {tuple(shape)} cannot be cut over {tp} ranks along dim {dim}")
         shape[dim] //= tp
-    return value.new_empty(shape)
+    local = value.new_empty(shape).requires_grad_(value.requires_grad)
+    return note(local, Origin(source="the input", sharded=isinstance(wanted, Shard)))
 
 
 class _Trace(TorchFunctionMode):
@@ -170,16 +179,12 @@ class _Trace(TorchFunctionMode):
         """Column parallel module, and the function that cuts its output along its last dim."""
         self.views: list[tuple[str, int, tuple[int, ...]]] = []
         """Column parallel module, dims of its output before the last, and the shape it is viewed as."""
-        self.inputs: dict[str, tuple[int, ...]] = {}
-        """Shape of what each module with parameters of its own is given."""
         for name, module in model.named_modules():
             module.register_forward_pre_hook(self._entering(global_name(name)), prepend=True)
-            if any(parameter.requires_grad for parameter in module._parameters.values() if parameter is not None):
-                module.register_forward_pre_hook(self._noting_input(name))
             module.register_forward_hook(self._leaving(global_name(name), _stays_sharded(styles.get(name))))
 
     def run(self, inputs: list[Any]) -> None:
-        with _quiet(), torch.no_grad(), self:
+        with _quiet(), torch.enable_grad(), self:
             self._model(*inputs)
 
     def where(self) -> str:
@@ -188,13 +193,6 @@ class _Trace(TorchFunctionMode):
 
     def _entering(self, name: str) -> Any:
         return lambda module, args: self._running.append(name)
-
-    def _noting_input(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any) -> None:
-            if args and isinstance(args[0], Tensor):
-                self.inputs[name] = tuple(args[0].shape)
-
-        return hook
 
     def _leaving(self, name: str, colwise: bool) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -209,6 +207,7 @@ class _Trace(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         first = args[0] if args else None
         result = func(*args, **kwargs)
+        follow((*args, *kwargs.values()), result, self.where(), name)
         if func is F.scaled_dot_product_attention and len(args) > 1:
             self.products.append((self.where(), tuple(args[0].shape), tuple(args[1].shape)))
         elif name in ("matmul", "__matmul__") and all(isinstance(x, Tensor) and x.dim() >= 4 for x in args[:2]):
@@ -255,17 +254,6 @@ def _compare(expected: _Trace, found: _Trace, tp: int) -> None:
                     f"expected {(a[0], a[1] // tp, *a[2:])}: its forward assumes all heads; read their number off "
                     "the shape, as in view(batch, sequence, -1, head_dim)"
                 )
-
-
-def _check_unplanned(expected: _Trace, found: _Trace, styles: Mapping[str, ParallelStyle]) -> None:
-    """Raise PlanError for parameters that are whole on every rank but are used on a part of the activations."""
-    for name, given in found.inputs.items():
-        if name not in styles and expected.inputs[name] != given:
-            raise PlanError(
-                f"{name}: is given {given} on a rank where the whole model gives {expected.inputs[name]}, and no "
-                "plan key says so: each rank's gradient would be a part that nobody adds up. Plan it as "
-                "SequenceParallel() (with sequence_dim for a dim other than 1), or gather its input"
-            )
 
 
 @contextmanager
