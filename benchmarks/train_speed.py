@@ -199,7 +199,7 @@ def measure_plain(recipe: Recipe, stream: Any, device: torch.device, warmup: int
     model: nn.Module = Llama(config_of(model_section(recipe))).to(device)
     init_weights([model], seed=recipe.run.seed)
     if training.compile:
-        compile_layers(model.layers)  # type: ignore[arg-type]
+        compile_layers(model.layers, tensor_parallel=False)  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
     )

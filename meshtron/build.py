@@ -20,13 +20,14 @@ from meshtron.head_loss import HeadLoss
 from meshtron.hf.weights import load_folder
 from meshtron.initialize import init_weights, materialize
 from meshtron.kernels.adamw import FusedAdamW
-from meshtron.layers import compile_layers, convert_to_float8, parts_of, recompute_layers
+from meshtron.layers import convert_to_float8, prepare_layers
 from meshtron.loss import CausalLMLoss
 from meshtron.mesh import Layout, build_mesh
 from meshtron.models import FAMILIES, ModelSpec, model_spec
 from meshtron.models.spec import init_std_of, lr_scale_of, uneven_of
 from meshtron.optim import GroupRule, LearningRate, RateStage, check_rules, describe_groups, parameter_options
 from meshtron.parallel.pipeline import PipelineRunner, pipeline_schedule
+from meshtron.parallel.schedules import ZERO_BUBBLE
 from meshtron.parallel.stages import Stages, split_stages
 from meshtron.parallel.tensor import apply_tensor_parallel, check_plan
 from meshtron.parallel.zero import ZeroOptimizer
@@ -83,7 +84,14 @@ def build_job(recipe: Recipe, device: torch.device) -> Job:
 
     mesh = build_mesh(layout_of(recipe), "cuda" if device.type == "cuda" else "cpu")
     model = build_model(recipe, mesh, device)
-    prepare_layers(recipe, model)
+    for stage in model.stages:
+        prepare_layers(
+            stage.get_submodule(model.spec.stages.layers).children(),
+            training.activation_checkpointing,
+            num_recomputed=training.activation_checkpointing_layers or None,
+            compiled=training.compile,
+            tensor_parallel=recipe.parallel.tp > 1,
+        )
 
     rules = [GroupRule(**group.model_dump()) for group in optim.groups]
     check_rules(rules, model.shapes)
@@ -113,12 +121,20 @@ def build_job(recipe: Recipe, device: torch.device) -> Job:
         load_folder(Path(recipe.model.from_hf), optimizer.masters(), model.shapes, model.ties)
         optimizer.publish()
     loss_fn = build_loss(recipe, mesh, model, optimizer)
+    whole_backward = training.compile or training.activation_checkpointing != "none"
+    if whole_backward and recipe.parallel.pp > 1 and recipe.parallel.schedule in ZERO_BUBBLE:
+        log.info(
+            "%s: weight gradients come with those of inputs, as layers are %s",
+            recipe.parallel.schedule,
+            "compiled" if training.compile else "recomputed",
+        )
     runner = pipeline_schedule(
         model.stages,
         mesh["pp"],
         recipe.parallel.schedule,
         num_microbatches=recipe.num_microbatches,
         loss_fn=loss_fn,
+        split_backward=not whole_backward,
     )
     return Job(
         recipe=recipe,
@@ -190,21 +206,6 @@ def check_takes_documents(model: nn.Module) -> None:
             f"data.document_mask: the forward of {type(model).__name__} takes no document_ids (batch, sequence): "
             "add it, or set data.document_mask = false"
         )
-
-
-def prepare_layers(recipe: Recipe, model: Model) -> None:
-    """Recompute and compile the layers of this rank's stages as [training] says."""
-    training = recipe.training
-    for stage in model.stages:
-        layers = list(stage.get_submodule(model.spec.stages.layers).children())
-        tensor_parallel = recipe.parallel.tp > 1
-        recomputed = layers[: training.activation_checkpointing_layers or None]
-        # In compiled code it is the compiler that keeps what "selective" says, so the choice goes inside.
-        if tensor_parallel and training.compile and training.activation_checkpointing == "selective":
-            recomputed = parts_of(recomputed)
-        recompute_layers(recomputed, training.activation_checkpointing)
-        if training.compile:
-            compile_layers(parts_of(layers) if tensor_parallel else layers, tensor_parallel=tensor_parallel)
 
 
 def build_loss(recipe: Recipe, mesh: DeviceMesh, model: Model, optimizer: ZeroOptimizer) -> Any:

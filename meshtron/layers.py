@@ -1,11 +1,12 @@
 """What is done to every layer of a model before training: recomputation in the backward pass, and compilation."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch._functorch.config
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshtron.errors import RecipeError
@@ -24,7 +25,39 @@ _KEPT_OPERATORS = (
 )
 
 
-def recompute_layers(layers: Iterable[nn.Module], mode: str) -> None:
+def prepare_layers(
+    layers: Iterable[nn.Module],
+    recompute: str,
+    *,
+    num_recomputed: int | None = None,
+    compiled: bool,
+    tensor_parallel: bool,
+) -> None:
+    """Recompute and compile layers as [training] says, in the order in which torch can do both.
+
+    Args:
+        layers: modules to change in place; their parameters keep their names.
+        recompute: as ``recompute_layers``' mode.
+        num_recomputed: how many of the layers, from the first; None is all.
+        compiled: whether ``compile_layers``.
+        tensor_parallel: whether the layers hold DTensors.
+    """
+    layers = list(layers)
+    recomputed = layers[:num_recomputed]
+    if not compiled:
+        return recompute_layers(recomputed, recompute)
+    # The compiler keeps what "selective" says and can recompute whole layers, but for those that hold DTensors: it
+    # does not trace a checkpoint around them (torch 2.11 to 2.13).
+    outside = tensor_parallel and recompute == "full"
+    if not outside:
+        recompute_layers(recomputed, recompute)
+    compile_layers(layers, tensor_parallel=tensor_parallel)
+    if outside:
+        recompute_layers(recomputed, recompute, method="__call__")
+    return None
+
+
+def recompute_layers(layers: Iterable[nn.Module], mode: str, *, method: str = "forward") -> None:
     """Trade memory for time: keep less of each layer's forward pass and compute it again in the backward pass.
 
     Args:
@@ -32,30 +65,43 @@ def recompute_layers(layers: Iterable[nn.Module], mode: str) -> None:
         mode: ``"full"`` keeps a layer's input only (a third more arithmetic), ``"selective"`` also the results of
             matrix products and attention, so that only element-wise work is done twice (Korthikanti et al., 2022),
             ``"none"`` changes nothing.
+        method: what is computed again: ``"forward"``, or ``"__call__"`` for the layer with its hooks, or compiled.
     """
     if mode == "none":
         return
-    for layer in layers:
-        # One subclass for all layers of a class: torch.compile then compiles their code once, not once a layer.
-        layer.__class__ = _recomputed(type(layer), mode)
-
-
-_subclasses: dict[tuple[type[nn.Module], str], type[nn.Module]] = {}
-
-
-def _recomputed(kind: type[nn.Module], mode: str) -> type[nn.Module]:
-    if (kind, mode) in _subclasses:
-        return _subclasses[kind, mode]
     options: dict[str, Any] = {"context_fn": _keep_selected} if mode == "selective" else {}
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        def layer(*inputs: Any) -> Any:
-            return kind.forward(self, *inputs, **kwargs)
+    def recomputed(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            def layer(*inputs: Any) -> Any:
+                return inner(self, *inputs, **kwargs)
 
-        return checkpoint(layer, *args, use_reentrant=False, **options)  # dropout drops the same both times
+            return checkpoint(layer, *args, use_reentrant=False, **options)  # dropout drops the same both times
 
-    _subclasses[kind, mode] = type(f"Recomputed{kind.__name__}", (kind,), {"forward": forward})
-    return _subclasses[kind, mode]
+        return run
+
+    _override(layers, method, f"Recomputed{mode.title()}", recomputed)
+
+
+_subclasses: dict[tuple[type[nn.Module], str, str], type[nn.Module]] = {}
+
+
+def _override(
+    layers: Iterable[nn.Module],
+    method: str,
+    prefix: str,
+    change: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> None:
+    """Give layers another ``method``, made from their class's own.
+
+    One subclass serves all layers of a class: torch.compile then compiles their code once, not once a layer.
+    """
+    for layer in layers:
+        kind = type(layer)
+        if (kind, method, prefix) not in _subclasses:
+            members = {method: change(getattr(kind, method))}
+            _subclasses[kind, method, prefix] = type(prefix + kind.__name__, (kind,), members)
+        layer.__class__ = _subclasses[kind, method, prefix]
 
 
 def _keep_selected() -> Any:
@@ -74,21 +120,24 @@ def compile_layers(layers: Iterable[nn.Module], *, tensor_parallel: bool) -> Non
     Args:
         layers: modules to compile.
         tensor_parallel: whether they hold DTensors. AOTAutograd's cache on disk is then left out, for the rest of
-            this process: it has handed out backward passes of other runs, with wrong gradients (torch 2.13).
+            this process: it has handed out backward passes of other runs, with wrong gradients (torch 2.13). And
+            layers are given copies of their inputs: of one that comes straight out of another planned module's hook
+            (the embedding's) no backward pass is compiled ("no attribute '_local_tensor'", torch 2.11 to 2.13).
     """
-    if tensor_parallel:
-        torch._functorch.config.enable_autograd_cache = False
+    layers = list(layers)
     for layer in layers:
         layer.compile(dynamic=False)
+    if tensor_parallel:
+        torch._functorch.config.enable_autograd_cache = False
+        _override(layers, "__call__", "Copying", _copying_inputs)
 
 
-def parts_of(layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """The parts of layers that have parts themselves: attention and feed-forward, without norms.
+def _copying_inputs(inner: Callable[..., Any]) -> Callable[..., Any]:
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(Tensor, lambda x: x.clone() if x.requires_grad else x, (args, kwargs))
+        return inner(self, *args, **kwargs)
 
-    Tensor parallelism compiles these: a layer whose input comes out of another planned module's hook does not compile
-    as a whole ("no attribute '_local_tensor'" in its backward pass, torch 2.11 to 2.13).
-    """
-    return [part for layer in layers for part in layer.children() if any(part.children())]
+    return run
 
 
 def convert_to_float8(layers: nn.Module, scaling: str) -> None:

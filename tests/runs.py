@@ -1,6 +1,9 @@
 """Small training runs from a recipe, for tests of the loop: data, recipe, and what a run wrote down."""
 
 import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +67,23 @@ def small_recipe(folder: Path, layout: str = "1x1x1", *, zero: int = 1, **sectio
     for name, changes in sections.items():
         values[name] = values.get(name, {}) | changes
     return Recipe(**values)
+
+
+@contextmanager
+def logged_lines(name: str) -> Iterator[list[str]]:
+    """What the logger ``name`` says meanwhile, from INFO up."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:

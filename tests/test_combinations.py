@@ -110,6 +110,6 @@ def test_the_table_holds_every_pair_that_can_be():
     met = {(a, row[a], b, row[b]) for row in rows for a, b in itertools.permutations(FACTORS, 2)}
     every = {(a, x, b, y) for a, b in itertools.combinations(FACTORS, 2) for x in FACTORS[a] for y in FACTORS[b]}
     never = every - met
-    # What is missing is refused: full recomputation under a zero-bubble schedule, micro-batches too few.
+    # What is missing is refused: micro-batches too few for a schedule.
     assert all({a, b} & {"mesh", "training.micro_batch_size"} for a, _, b, _ in never), never
     assert len(never) < 0.02 * len(every)

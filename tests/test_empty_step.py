@@ -1,7 +1,5 @@
 """A step without a single label moves nothing, not even by weight decay, and is said in the log."""
 
-import logging
-
 import torch
 
 from meshtron.build import build_job
@@ -11,6 +9,7 @@ from meshtron.parallel.placement import local_part
 from meshtron.resume import Progress
 from meshtron.testing import run_ranks
 from tests.combinations import BATCH, SEQUENCE, recipe_of
+from tests.runs import logged_lines
 
 
 class Labelless:
@@ -26,37 +25,26 @@ class Labelless:
         return Batch(tokens=tokens, labels=torch.full_like(tokens, -100) if samples == BATCH else tokens)
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def three_steps(mesh: str) -> list[str]:
     recipe = recipe_of(
         {"mesh": mesh, "optimizer.weight_decay": 0.5, "training.micro_batch_size": 2, "model.num_hidden_layers": 2}
     )
     job = build_job(recipe.resolve(torch.distributed.get_world_size()), torch.device("cpu"))
-    stream, progress, seen = Labelless(BATCH // recipe.parallel.dp), Progress(), Lines()
-    logging.getLogger("meshtron.loop").addHandler(seen)
-    logging.getLogger("meshtron.loop").setLevel(logging.INFO)
+    stream, progress = Labelless(BATCH // recipe.parallel.dp), Progress()
     parameters = [local_part(p).detach() for stage in job.model.stages for p in stage.parameters()]
     moved = []
-    for _ in range(3):
-        before = [torch.clone(p) for p in parameters]
-        outcome = train_step(job, stream, progress)
-        check_skipped(job, outcome, progress, checkpointer=None)
-        moved.append(any(not torch.equal(a, b) for a, b in zip(parameters, before, strict=True)))
-        assert progress.skipped == 0
-        if progress.step == 2:
-            assert outcome.loss.item() == 0.0
-            assert outcome.grad_norm.item() == 0.0
+    with logged_lines("meshtron.loop") as lines:
+        for _ in range(3):
+            before = [torch.clone(p) for p in parameters]
+            outcome = train_step(job, stream, progress)
+            check_skipped(job, outcome, progress, checkpointer=None)
+            moved.append(any(not torch.equal(a, b) for a, b in zip(parameters, before, strict=True)))
+            assert progress.skipped == 0
+            if progress.step == 2:
+                assert outcome.loss.item() == 0.0
+                assert outcome.grad_norm.item() == 0.0
     assert moved == [True, False, True]
-    logging.getLogger("meshtron.loop").removeHandler(seen)
-    return seen.lines
+    return lines
 
 
 def test_a_step_without_labels_leaves_weights_as_they_are():

@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from meshtron.build import build_job
-from meshtron.errors import LayoutError, RecipeError
+from meshtron.errors import RecipeError
 from meshtron.initialize import init_weights
 from meshtron.layers import _policy, convert_to_float8, recompute_layers
 from meshtron.models.attention import attention_backend, causal_attention
@@ -140,17 +140,6 @@ def test_stopwatch_leaves_out_what_is_not_a_step():
     step_s, waited_s = watch.lap()
     assert step_s < 0.1
     assert waited_s == 1.0
-
-
-def test_what_does_not_combine_with_recomputation_is_refused_before_anything_starts(tmp_path):
-    split = small_recipe(
-        tmp_path,
-        "2x1x1",
-        parallel={"schedule": "ZBVZeroBubble", "stages_per_rank": 2},
-        training={"activation_checkpointing": "full"},
-    )
-    with pytest.raises(LayoutError, match='"full" would recompute each layer once a weight under ZBVZeroBubble'):
-        split.resolve(2)
 
 
 def test_only_as_many_layers_of_a_stage_are_recomputed_as_asked_for(tmp_path):

@@ -192,11 +192,6 @@ def test_wrong_value_is_refused(path, override, message):
             "= 5 micro-batches a step: use a global_batch_size of 4 or 6",
         ),
         (
-            ["parallel.pp=2", "parallel.schedule=ZBVZeroBubble", "training.activation_checkpointing=full"],
-            2,
-            'activation_checkpointing: "full" would recompute each layer once a weight under ZBVZeroBubble',
-        ),
-        (
             ["training.activation_checkpointing_layers=2"],
             1,
             '2 layers of each stage, but training.activation_checkpointing is "none": set it',

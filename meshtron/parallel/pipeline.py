@@ -44,6 +44,7 @@ def pipeline_schedule(
     num_microbatches: int,
     loss_fn: LossFunction,
     boundary: Boundary | None = None,
+    split_backward: bool = True,
 ) -> "PipelineRunner":
     """A runner of this rank's stages under a pipeline schedule; with one stage in all, a loop over micro-batches.
 
@@ -60,12 +61,20 @@ def pipeline_schedule(
         loss_fn: ``(output, target) -> scalar`` for one micro-batch.
         boundary: shapes at the borders of stages; by default they are found when the first batch comes, by running
             each stage once without computing anything.
+        split_backward: whether zero-bubble schedules may compute gradients of weights in a pass of their own. False
+            for stages whose layers are recomputed or compiled, where that pass would compute all over again.
 
     Raises:
         LayoutError: the schedule needs more micro-batches or other stages than there are.
     """
     return PipelineRunner(
-        stages, pp_mesh, schedule, num_microbatches=num_microbatches, loss_fn=loss_fn, boundary=boundary
+        stages,
+        pp_mesh,
+        schedule,
+        num_microbatches=num_microbatches,
+        loss_fn=loss_fn,
+        boundary=boundary,
+        split_backward=split_backward,
     )
 
 
@@ -81,10 +90,12 @@ class PipelineRunner:
         num_microbatches: int,
         loss_fn: LossFunction,
         boundary: Boundary | None = None,
+        split_backward: bool = True,
     ) -> None:
         self.stages = as_stages(stages)
         self.num_microbatches = num_microbatches
         self.loss_fn = loss_fn
+        self.split_backward = split_backward
         self.pp_mesh = pp_mesh
         self.schedule = schedule
         pp, rank = pp_mesh.size(), pp_mesh.get_local_rank()
@@ -135,6 +146,7 @@ class PipelineRunner:
                 group=self.pp_mesh.get_group(),
             )
             stage.after_weight_pass = self.stages.after_weight_pass
+            stage.split_backward = self.split_backward
             torch_stages.append(stage)
         schedule_class = get_schedule_class(SCHEDULES[self.schedule])
         single = issubclass(schedule_class, PipelineScheduleSingle)

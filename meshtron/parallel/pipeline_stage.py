@@ -16,11 +16,23 @@ class ScheduledStage(PipelineStage):
     torch 2.11 opens a connection from a rank to itself for V-shaped schedules, which gloo refuses. What a
     stage hands on need not be contiguous, but can be sent only if it is. Between the input pass and the weight pass
     torch 2.11 holds autograd functions written in Python (the fused loss) too weakly, so their graph is kept.
+
+    Compiled and recomputed layers give gradients of inputs and weights in one piece. Split, the weight pass would run
+    such a layer once more (a compiled one), or once a weight (a recomputed one), and torch's compiler frees what it
+    needs. Without ``split_backward`` the input pass does all, and the weight pass nothing.
     """
 
     after_weight_pass: list[Callable[[nn.Module], None]]
+    split_backward: bool
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward or not self.split_backward, last_backward)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        if not self.split_backward:
+            return
         super().backward_weight_one_chunk(*args, **kwargs)
         for report in self.after_weight_pass:
             report(self.submod)

@@ -14,6 +14,8 @@ SCHEDULES = {
 }
 ONE_STAGE = ("AFAB", "1F1B")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+# Gradients of weights may have a pass of their own, later than those of inputs.
+ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
 def stage_indices(schedule: str, pp: int, rank: int, stages_per_rank: int) -> list[int]:

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from meshtron.recipe.sections import Recipe
 
 ONE_STAGE_SCHEDULES = ("AFAB", "1F1B")
-SPLIT_BACKWARD_SCHEDULES = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")  # each rank holds a stage of the way down and one of the way up
 
 
@@ -82,7 +81,7 @@ def _data_parallel(recipe: "Recipe", world_size: int) -> tuple[int, list[str]]:
 
 def _model_problems(recipe: "Recipe") -> list[str]:
     """What does not divide over tp or pp; a model whose sizes are not in the recipe is checked when it is built."""
-    model, parallel, tp = recipe.model, recipe.parallel, recipe.parallel.tp
+    model, training, parallel, tp = recipe.model, recipe.training, recipe.parallel, recipe.parallel.tp
     problems = []
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(model, name)
@@ -93,7 +92,7 @@ def _model_problems(recipe: "Recipe") -> list[str]:
     if width % tp and ":" not in model.family:  # what a family of one's own does with it is not known here
         fits = [n for n in range(1, width + 1) if width % n == 0][:8]
         problems.append(f"parallel.tp: {tp} does not divide model.intermediate_size({width}): use one of {fits}")
-    lengths = {"training.seq_len": recipe.training.seq_len}
+    lengths = {"training.seq_len": training.seq_len}
     lengths |= {f"data.stages[{i}].seq_len": s.seq_len for i, s in enumerate(recipe.data.stages) if s.seq_len}
     for key, length in lengths.items():
         if parallel.sequence_parallel and length % tp:
@@ -116,24 +115,10 @@ def _model_problems(recipe: "Recipe") -> list[str]:
             'model.attention: "flash_attn" has no document masks, as data.document_mask needs: use "auto", "sdpa" or '
             '"flex"'
         )
-    return problems + _recomputation_problems(recipe)
-
-
-def _recomputation_problems(recipe: "Recipe") -> list[str]:
-    """What activation checkpointing cannot be combined with."""
-    parallel, training = recipe.parallel, recipe.training
-    mode = training.activation_checkpointing
-    problems = []
-    if mode == "none" and training.activation_checkpointing_layers:
+    if training.activation_checkpointing == "none" and training.activation_checkpointing_layers:
         problems.append(
             f"training.activation_checkpointing_layers: {training.activation_checkpointing_layers} layers of each "
             'stage, but training.activation_checkpointing is "none": set it to "selective" or "full"'
-        )
-    if mode != "none" and parallel.pp > 1 and parallel.schedule in SPLIT_BACKWARD_SCHEDULES:
-        problems.append(
-            f'training.activation_checkpointing: "{mode}" would recompute each layer once a weight under '
-            f'{parallel.schedule}, which computes weight gradients in a pass of their own: use "none" or another '
-            "parallel.schedule"
         )
     return problems
 
