@@ -395,7 +395,9 @@ folder = Path(sys.argv[1]).parent
 write_file, read = checkpointer.write_file, Windows.__getitem__
 
 def write_when_signalled(path, pieces):
-    (folder / f"saving-{path.name}").write_text(" ".join(thread.name for thread in threading.enumerate()))
+    saving = folder / f"saving-{path.name}"
+    if not saving.exists():
+        saving.write_text(" ".join(thread.name for thread in threading.enumerate()))
     while not (folder / "signalled").exists():
         time.sleep(0.01)
     return write_file(path, pieces)
