@@ -193,7 +193,11 @@ def _print_summary(name: str, recipe: Recipe) -> None:
             f"{_size(sum(memory.values())):>15}  on the fullest rank; activations come on top",
             *(f"{_size(size):>15}  {part}" for part, size in memory.items()),
         ],
-        "compute": [f"{figures.flops_per_token / 1e9:>15,.3f}  GFLOP a token, forward and backward"],
+        "compute": [
+            f"{figures.flops_per_token / 1e9:>15,.3f}  GFLOP a token, forward and backward"
+            if figures.flops_per_token
+            else "the model does not say (flops_per_token)"
+        ],
     }
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{escape(name)} on {ranks} rank{'s' * (ranks != 1)}")

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from meshtron.build import model_section
+from meshtron.initialize import check_buffers
 from meshtron.models import FAMILIES, model_spec
 from meshtron.models.spec import flops_of, uneven_of
 from meshtron.parallel.stages import split_stages
@@ -67,6 +68,7 @@ def estimate(recipe: Recipe) -> Estimate:
     plan = spec.plan(section, parallel.sequence_parallel)
     with torch.device("meta"):
         model = spec.build(section)
+    check_buffers([model])
     check_plan(model, plan, parallel.tp, uneven=uneven_of(spec), rehearsal=recipe.model.family not in FAMILIES)
 
     over_tp = _shards(model, plan, parallel.tp)

@@ -40,10 +40,11 @@ def materialize(
             knows them now.
     """
     stages = as_stages(stages)
+    check_buffers(stages)
     device = device or _device_of(stages)
     replaced: dict[int, nn.Parameter] = {}
     for stage in stages:
-        for path, module in stage.named_modules():
+        for module in stage.modules():
             for name, parameter in module._parameters.items():
                 if parameter is None:
                     continue
@@ -51,15 +52,22 @@ def materialize(
                     replaced[id(parameter)] = _empty_like(parameter, device, dtype or parameter.dtype)
                 module._parameters[name] = replaced[id(parameter)]
             for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_meta:
-                    raise MeshtronError(
-                        f"buffer {global_name(f'{path}.{name}'.lstrip('.'))!r} of {type(module).__name__} is on the "
-                        "meta device, so its values are lost: before split_stages and init_weights give that module "
-                        f"its {name} anew, or put one there that was built outside torch.device('meta')"
-                    )
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
     retie(stages, stages.ties)
+
+
+def check_buffers(parts: Iterable[nn.Module]) -> None:
+    """Raise MeshtronError for a buffer on the meta device: its values were computed when the model was built."""
+    for part in parts:
+        for path, buffer in part.named_buffers():
+            if buffer.is_meta:
+                owner, _, name = path.rpartition(".")
+                raise MeshtronError(
+                    f"buffer {global_name(path)!r} of {type(part.get_submodule(owner)).__name__} is on the meta "
+                    f"device, so its values are lost: give that module its {name} anew after it is built, outside "
+                    'torch.device("meta"), or under torch.device("cpu") in it'
+                )
 
 
 def _device_of(stages: Stages) -> str:

@@ -124,6 +124,25 @@ def test_a_mesh_may_have_its_axes_in_another_order():
             torch.testing.assert_close(weight, weights[key], rtol=0, atol=1e-12, msg=key)
 
 
+class Scaled(mlp.Regressor):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.ones(1))
+
+
+def test_a_buffer_whose_values_were_never_computed_is_named():
+    with torch.device("meta"):
+        model = nn.Sequential(Scaled())
+    with pytest.raises(
+        mt.MeshtronError, match=r"buffer '0.factor' of Scaled is on the meta device.* its factor anew"
+    ):
+        mt.init_weights(model)
+    with pytest.raises(mt.MeshtronError, match=r"buffer 'factor' of Scaled"):
+        mt.init_weights(model[0])
+    model[0].factor = torch.ones(1)
+    mt.init_weights(model)
+
+
 def what_is_said_of_other_meshes() -> list[str]:
     world = torch.distributed.get_world_size()
     named = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "model"))

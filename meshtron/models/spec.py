@@ -56,7 +56,7 @@ class ModelSpec(Protocol):
     """How the model is cut into pipeline stages."""
 
     def build(self, model: Mapping[str, Any]) -> nn.Module:
-        """The whole model; called under ``torch.device("meta")``."""
+        """The whole model; called under ``torch.device("meta")``, so make buffers under ``torch.device("cpu")``."""
         ...
 
     def plan(self, model: Mapping[str, Any], sequence_parallel: bool) -> Mapping[str, ParallelStyle]:
