@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from torch import distributed as dist
 
 from meshtron import world
 from meshtron.build import Job, build_job, model_section, norm_type_of
 from meshtron.checkpoint import Checkpointer
 from meshtron.checkpoint.ranks import on_first_rank
-from meshtron.data import Batch, TrainStream, ValidationSet
+from meshtron.data import TrainStream, ValidationSet
 from meshtron.durable import make_folder, write_whole
 from meshtron.errors import MeshtronError
 from meshtron.feed import check_tokenizer, data_state, describe_stage, open_training, open_validation
@@ -25,7 +24,7 @@ from meshtron.inspecting import inspect_rank
 from meshtron.metrics import MetricsWriter, StepMetrics, memory_gib, peak_flops
 from meshtron.models.spec import flops_of
 from meshtron.optim import set_learning_rate
-from meshtron.parallel.pipeline import total_loss
+from meshtron.passes import forward_backward, validate
 from meshtron.recipe import Recipe, dump_recipe
 from meshtron.resume import Progress, resume, save, seed_rng
 from meshtron.run_lock import only_run
@@ -96,41 +95,30 @@ def run_steps(
         CheckpointError: a checkpoint could not be written.
         MeshtronError: too many steps in a row had a loss or gradient that is not finite.
     """
-    recipe = job.recipe
-    folder = Path(recipe.run.dir)
-    interval, last = recipe.checkpoint.interval, recipe.training.steps
+    recipe, last = job.recipe, job.recipe.training.steps
     held_out = open_validation(recipe, job.mesh, job.device) if recipe.validation.interval else None
-    stopwatch, unchecked = Stopwatch(), deque[Outcome]()
+    stopwatch, unchecked, stage = Stopwatch(), deque[Outcome](), None
     with (
         open_metrics(job, progress) as metrics,
         scheduled_garbage_collection() as collect,
-        profiler(recipe.profile.steps, folder) as profile,
+        profiler(recipe.profile.steps, Path(recipe.run.dir)) as profile,
     ):
-        stage = None
         while progress.step < last:
             profile(progress.step + 1)
             if stage != (stage := recipe.data_stage(progress.step)):
                 log.info("step %d: %s", progress.step + 1, describe_stage(recipe, progress.step))
             outcome = train_step(job, stream, progress, lambda: stop.ask(checkpointer.failed))
+            stopwatch.count(outcome.data_wait_s)
             unchecked.append(outcome)
             # A GPU's finding is looked at while it works on the next step, so that it need not stand still.
-            while len(unchecked) > (job.device.type == "cuda"):
-                check_skipped(job, unchecked.popleft(), progress, checkpointer)
-            stopwatch.count(outcome.data_wait_s)
-            extra: dict[str, float] = {"data_stage": stage + 1} if recipe.data.stages else {}
-            if held_out is not None and progress.step % recipe.validation.interval == 0:
-                with stopwatch.stopped(job.device):
-                    extra["val_loss"] = validate(job, held_out)
-            if metrics is not None and (progress.step % recipe.metrics.log_interval == 0 or progress.step == last):
-                metrics.log(measure(job, outcome, progress, stopwatch), **extra)
+            check_steps(job, unchecked, progress, checkpointer, leave=int(job.device.type == "cuda"))
+            write_down(job, outcome, progress, stopwatch, held_out, metrics)
             agreed = stop.agreed()
             if agreed.save_failed:
                 checkpointer.wait()
             stopping = agreed.stop and progress.step < last
-            due = progress.step == last or (interval and progress.step % interval == 0)
-            if due or (stopping and recipe.checkpoint.save_on_exit):
-                while unchecked:
-                    check_skipped(job, unchecked.popleft(), progress, checkpointer)
+            if save_due(recipe, progress.step) or (stopping and recipe.checkpoint.save_on_exit):
+                check_steps(job, unchecked, progress, checkpointer)
                 progress.data = data_state(stream, progress.samples)
                 with stopwatch.stopped(job.device):
                     save(job, checkpointer, progress)
@@ -138,6 +126,38 @@ def run_steps(
                 log.info("stopped as asked, after step %d of %d", progress.step, last)
                 return
             collect(progress.step)
+
+
+def write_down(
+    job: Job,
+    outcome: Outcome,
+    progress: Progress,
+    stopwatch: Stopwatch,
+    held_out: ValidationSet | None,
+    metrics: MetricsWriter | None,
+) -> None:
+    """Validate and log as the recipe says for the step that was taken last."""
+    recipe, step = job.recipe, progress.step
+    extra: dict[str, float] = {"data_stage": recipe.data_stage(step - 1) + 1} if recipe.data.stages else {}
+    if held_out is not None and step % recipe.validation.interval == 0:
+        with stopwatch.stopped(job.device):
+            extra["val_loss"] = validate(job, held_out)
+    if metrics is not None and (step % recipe.metrics.log_interval == 0 or step == recipe.training.steps):
+        metrics.log(measure(job, outcome, progress, stopwatch), **extra)
+
+
+def save_due(recipe: Recipe, step: int) -> bool:
+    """Whether a checkpoint is written after ``step``."""
+    interval = recipe.checkpoint.interval
+    return step == recipe.training.steps or (interval > 0 and step % interval == 0)
+
+
+def check_steps(
+    job: Job, unchecked: deque[Outcome], progress: Progress, checkpointer: Checkpointer, *, leave: int = 0
+) -> None:
+    """Look at what steps have found, oldest first, until ``leave`` of them are left."""
+    while len(unchecked) > leave:
+        check_skipped(job, unchecked.popleft(), progress, checkpointer)
 
 
 def check_skipped(job: Job, outcome: Outcome, progress: Progress, checkpointer: Checkpointer) -> None:
@@ -219,62 +239,6 @@ def device_peak(job: Job) -> float | None:
     if job.recipe.metrics.peak_tflops:
         return job.recipe.metrics.peak_tflops * 1e12
     return peak_flops(torch.cuda.get_device_name(job.device)) if job.device.type == "cuda" else None
-
-
-def forward_backward(job: Job, batch: Batch) -> Tensor:
-    """Forward and backward of a global batch; returns its mean token loss, the same on every rank."""
-    return total_loss(local_loss(job, batch), job.mesh)
-
-
-def local_loss(job: Job, batch: Batch) -> Tensor:
-    """Forward and backward of a global batch; returns this rank's share of its mean token loss."""
-    batch = batch.to(job.device)
-    job.loss_fn.denominator = valid_tokens(job, batch.labels).clamp(min=1)
-    return job.runner.step(batch.tokens, batch.labels, **document_tensors(batch))
-
-
-def document_tensors(batch: Batch) -> dict[str, Tensor]:
-    """What every stage's forward is given besides its input where documents are kept apart."""
-    found = {"positions": batch.positions, "document_ids": batch.document_ids}
-    return {key: tensor for key, tensor in found.items() if tensor is not None}
-
-
-@torch.no_grad()
-def validate(job: Job, held_out: ValidationSet) -> float:
-    """Mean token loss over a held-out set, each sample once, whatever the layout; without dropout."""
-    modes = [(module, module.training) for stage in job.model.stages for module in stage.modules()]
-    for stage in job.model.stages:
-        stage.eval()
-    try:
-        return _held_out_loss(job, held_out)
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-def _held_out_loss(job: Job, held_out: ValidationSet) -> float:
-    loss_sum = torch.zeros((), dtype=torch.float64, device=job.device)
-    count = torch.zeros((), dtype=torch.int64, device=job.device)
-    job.loss_fn.denominator = torch.ones((), device=job.device)
-    micro_batch = job.recipe.training.micro_batch_size
-    for start in held_out.starts():
-        batch = held_out.batch(start).to(job.device)
-        count += valid_tokens(job, batch.labels)
-        for start in range(0, len(batch.tokens), micro_batch):
-            rows = slice(start, start + micro_batch)
-            documents = {key: tensor[rows] for key, tensor in document_tensors(batch).items()}
-            logits = job.runner.forward(batch.tokens[rows], **documents)
-            if logits is not None:
-                loss_sum += job.loss_fn(logits, batch.labels[rows])
-    return (total_loss(loss_sum, job.mesh) / count.clamp(min=1)).item()
-
-
-def valid_tokens(job: Job, labels: Tensor) -> Tensor:
-    """Tokens of the global batch that have a loss: this rank's count summed over dp."""
-    valid = (labels >= 0).sum()
-    if job.mesh["dp"].size() > 1:
-        dist.all_reduce(valid, group=job.mesh.get_group("dp"))
-    return valid
 
 
 def open_metrics(job: Job, progress: Progress) -> "MetricsWriter | nullcontext[None]":

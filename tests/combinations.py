@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from meshtron.build import Job, build_job, norm_type_of
 from meshtron.data import Batch
 from meshtron.initialize import init_weights
-from meshtron.loop import forward_backward
 from meshtron.models import model_spec
 from meshtron.models.llama import Llama, init_std
 from meshtron.optim import set_learning_rate
+from meshtron.passes import forward_backward
 from meshtron.recipe import Recipe
 from tests.layouts import Curve
 

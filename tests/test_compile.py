@@ -12,10 +12,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from meshtron.build import build_job
 from meshtron.layers import prepare_layers
-from meshtron.loop import forward_backward
 from meshtron.mesh import Layout, build_mesh
 from meshtron.parallel.placement import local_part
 from meshtron.parallel.tensor import apply_tensor_parallel
+from meshtron.passes import forward_backward
 from meshtron.testing import run_ranks
 from tests.combinations import batch_of, plain, recipe_of
 

@@ -5,9 +5,10 @@ import torch
 
 from meshtron.build import build_job, build_model, layout_of
 from meshtron.errors import LayoutError
-from meshtron.loop import forward_backward, train
+from meshtron.loop import train
 from meshtron.mesh import build_mesh
 from meshtron.parallel.placement import local_part
+from meshtron.passes import forward_backward
 from meshtron.resume import seed_rng
 from meshtron.testing import run_ranks
 from tests.combinations import batch_of, plain, recipe_of, sharded

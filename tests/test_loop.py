@@ -13,9 +13,10 @@ from meshtron.checkpoint import load
 from meshtron.data import Stage, TrainStream, open_source
 from meshtron.feed import open_validation
 from meshtron.initialize import init_weights
-from meshtron.loop import train, validate
+from meshtron.loop import train
 from meshtron.mesh import Layout
 from meshtron.models.llama import Llama, config_of, flops_per_token, init_std
+from meshtron.passes import validate
 from meshtron.recipe import Recipe, load_recipe
 from meshtron.testing import run_ranks
 from tests.runs import logged, small_recipe, token_folder

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from meshtron.build import Job, build_job, model_section, norm_type_of
 from meshtron.data import Batch, TrainStream
 from meshtron.feed import open_training
-from meshtron.loop import local_loss
 from meshtron.loss import IGNORE
 from meshtron.optim import set_learning_rate
 from meshtron.parallel.stages import Stages
 from meshtron.parallel.tensor import Plan
 from meshtron.parallel.zero import ZeroOptimizer
+from meshtron.passes import local_loss
 from meshtron.recipe import Recipe
 
 GRADIENT, WEIGHT = "gradient.", "weight."
