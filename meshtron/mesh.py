@@ -22,7 +22,11 @@ AXES = ("pp", "dp", "tp")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How many ranks each mesh axis has."""
+    """How many ranks each mesh axis has.
+
+    Raises:
+        LayoutError: a size is no whole number of at least 1.
+    """
 
     pp: int = 1
     """Pipeline stages are spread over this many ranks."""
@@ -77,7 +81,7 @@ def build_mesh(layout: Layout, device_type: str | None = None) -> DeviceMesh:
         device_type: ``"cpu"`` or ``"cuda"``; by default cuda where there is one.
 
     Raises:
-        LayoutError: the layout does not use every rank of the world exactly once.
+        LayoutError: the layout does not use every rank of the world exactly once, or the device is not there.
     """
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     if torch.distributed.is_initialized():

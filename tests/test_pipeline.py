@@ -147,6 +147,7 @@ def test_a_part_that_the_layout_forgets_is_named():
         ("Interleaved1F1B", 2, 1, 8, "at least 2 stages a rank"),
         ("ZBVZeroBubble", 2, 3, 8, "runs 2 stages a rank"),
         ("GPipe", 2, 1, 8, "expected one of AFAB, 1F1B"),
+        ("Interleaved1F1B", 2, 2, 5, "in rounds of equal size over pp = 2, found 5 micro-batches"),
     ],
 )
 def test_what_a_schedule_cannot_run_is_refused(schedule, pp, stages, microbatches, message):

@@ -105,8 +105,11 @@ def parity(
         dtype: ``float64`` or ``float32``.
         device: ``auto`` takes GPUs where there are enough of them.
 
+    Returns:
+        A report: ``equal`` says whether all agree, ``outcomes`` has the figures of each run, in order.
+
     Raises:
-        MeshtronError: a layout cannot be read, or a rank failed.
+        MeshtronError: a layout or dtype cannot be read, or a rank failed.
     """
     variants = parse_variants(",".join(layouts), ",".join(schedules))
     device, notes = _pick_device(device, variants)

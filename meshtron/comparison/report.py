@@ -212,7 +212,11 @@ def _nan_is_infinite(value: float) -> float:
 
 
 def print_report(report: Report) -> None:
-    """Print the table, and for each run that differs where it first does."""
+    """Print the table, and for each run that differs where it first does.
+
+    Args:
+        report: what ``parity`` returned.
+    """
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table

@@ -25,6 +25,7 @@ class Axis:
 
     @classmethod
     def of(cls, mesh: DeviceMesh, name: str) -> "Axis":
+        """The axis of ``mesh`` with this name."""
         if name not in (mesh.mesh_dim_names or ()):
             return cls(name, 1, 0, None, (dist.get_rank(),))
         axis = mesh[name]

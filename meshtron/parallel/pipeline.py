@@ -65,7 +65,7 @@ def pipeline_schedule(
             for stages whose layers are recomputed or compiled, where that pass would compute all over again.
 
     Raises:
-        LayoutError: the schedule needs more micro-batches or other stages than there are.
+        LayoutError: the schedule needs another number of micro-batches or other stages than there are.
     """
     return PipelineRunner(
         stages,
@@ -104,6 +104,8 @@ class PipelineRunner:
         self.is_first = 0 in self.indices
         self.is_last = self.num_stages - 1 in self.indices
         self.stages.num_microbatches = num_microbatches
+        if num_microbatches < 1:
+            raise LayoutError(f"num_microbatches = {num_microbatches}: expected at least 1")
         if self.num_stages > 1:
             check_schedule(schedule, pp, len(self.stages), num_microbatches)
         if isinstance(stages, Stages) and self.indices != stages.indices:
@@ -170,7 +172,8 @@ class PipelineRunner:
             (``total_loss`` adds them up).
 
         Raises:
-            LayoutError: the batch cannot be cut into that many equal micro-batches.
+            LayoutError: the batch cannot be cut into that many equal micro-batches, or the shapes between stages
+                cannot be found out.
         """
         if len(inputs) % self.num_microbatches:
             raise LayoutError(
@@ -221,6 +224,9 @@ class PipelineRunner:
 
         Returns:
             The last stage's output on ranks that hold it, None on others.
+
+        Raises:
+            LayoutError: the shapes between stages cannot be found out.
         """
         borders = self._borders(inputs, kwargs) if self.num_stages > 1 else [inputs, inputs]
         return forward_stages(self.stages, self.pp_mesh, self.schedule, inputs, borders[1:-1], **kwargs)

@@ -50,7 +50,8 @@ def check_schedule(schedule: str, pp: int, stages_per_rank: int, num_microbatche
     """Refuse what a schedule cannot run.
 
     Raises:
-        LayoutError: unknown schedule, wrong number of stages a rank, or too few micro-batches.
+        LayoutError: unknown schedule, wrong number of stages a rank, or a number of micro-batches that is too small,
+            or cannot be divided into rounds.
     """
     check_stages(schedule, stages_per_rank)
     needed = {"1F1B": pp, "DualPipeV": 2 * pp}.get(schedule, 1)
@@ -58,4 +59,10 @@ def check_schedule(schedule: str, pp: int, stages_per_rank: int, num_microbatche
         raise LayoutError(
             f"schedule {schedule} with pp = {pp} needs at least {needed} micro-batches a step, found "
             f"{num_microbatches}: raise global_batch_size or lower micro_batch_size"
+        )
+    rounds = max(1, num_microbatches // pp)
+    if schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and num_microbatches % rounds:
+        raise LayoutError(
+            f"schedule {schedule} works through micro-batches in rounds of equal size over pp = {pp}, found "
+            f"{num_microbatches} micro-batches: use a multiple of {pp}"
         )

@@ -65,8 +65,9 @@ def check_plan(
 
     Raises:
         PlanError: a key matches no module, or one of a kind that its style does not take; a sharded dim is not a
-            multiple of ``tp``; a column parallel module has no row parallel one after it or the other way round; or a
-            forward pass does not fit one rank's shapes.
+            multiple of ``tp``, or a rank would get nothing of it; a column parallel module has no row parallel one
+            after it or the other way round; a forward pass does not fit one rank's shapes, or joins what is whole on
+            every rank with a rank's share.
     """
     styles: dict[str, ParallelStyle] = {}
     for pattern, style in plan.items():

@@ -45,7 +45,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 class ZeroOptimizer:
     """Run an element-wise ``torch.optim`` class on fp32 shards of parameters that are replicated over dp.
 
-    Gradients are sums over micro-batches and dp ranks: the loss is divided by what belongs to the global batch.
+    ZeRO, stage 1 (Rajbhandari et al., 2020). Gradients are sums over micro-batches and dp ranks: the loss is divided
+    by what belongs to the global batch.
 
     Args:
         stages: this rank's modules (``split_stages``, a list, or one module), tensor parallelism already applied and
