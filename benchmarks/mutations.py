@@ -99,9 +99,9 @@ MUTATIONS = (
     ),
     Mutation(
         "parameters are not gathered after the step",
-        "meshtron/parallel/zero.py",
-        "                    piece.local[span].view(view.shape).copy_(view)",
-        "                    pass",
+        "meshtron/parallel/buckets.py",
+        "                piece.local[span].view(view.shape).copy_(view)",
+        "                pass",
         f"{_LAYOUT}[1x2x1]",
     ),
     Mutation(

@@ -179,3 +179,26 @@ def test_a_parameter_that_is_not_contiguous_is_named():
     model = nn.Sequential(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
     with pytest.raises(MeshtronError, match=r"0.weight of shape \(4, 3, 3, 3\) has strides .*contiguous_format"):
         cut_pieces(as_stages(model), shards=1, shard=0, dtype=torch.float32)
+
+
+class Mixed(nn.Module):
+    """A parameter that is its own float32 master before one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+
+
+def step_of_mixed(shard: bool) -> list[torch.Tensor]:
+    model = Mixed()
+    mesh = build_mesh(Layout(dp=torch.distributed.get_world_size()), "cpu")
+    optimizer = ZeroOptimizer(model, mesh, optimizer=torch.optim.SGD, lr=0.5, shard=shard)
+    (model.wide.sum() + model.narrow.sum()).div(mesh.size()).backward()
+    optimizer.step()
+    return [parameter.detach().float().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(("ranks", "shard"), [(1, True), (2, True), (2, False)])
+def test_parameters_of_several_dtypes_are_all_written(ranks, shard):
+    for weights in run_ranks(step_of_mixed, ranks, shard):
+        assert all(torch.equal(weight, torch.full((4,), 0.5)) for weight in weights)

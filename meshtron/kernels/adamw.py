@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from meshtron.errors import MeshtronError
+from meshtron.hostcopy import HostCopy
 
 
 class FusedAdamW(torch.optim.AdamW):
@@ -31,14 +32,15 @@ class FusedAdamW(torch.optim.AdamW):
     """Scalar on the device that the next ``step`` multiplies gradients by (the clip coefficient), or None."""
 
     only_if: Tensor | None = None
-    """Boolean scalar on the device: where it is false the next ``step`` leaves weights and moments as they are, but
-    counts (``uncount_step`` takes that back). None always updates. For parameters on a CUDA device."""
+    """Boolean scalar on the device: where it is false the next ``step`` changes nothing. On a CUDA device nothing
+    waits for it to be known. None always updates."""
 
     def __init__(self, params: Any, *, moment_dtype: torch.dtype | None = None, **defaults: Any) -> None:
         super().__init__(params, **defaults)
         self.moment_dtype = moment_dtype
         """Of both moments; None is that of their parameter."""
         self.copies: dict[Tensor, Tensor] = {}
+        self._undecided: HostCopy | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does.
@@ -56,7 +58,11 @@ class FusedAdamW(torch.optim.AdamW):
         self.copies = dict(copies)
 
     def make_state(self) -> None:
-        """Give every parameter that has no state yet zero moments and a step count of 0."""
+        """Give every parameter that has no state yet zero moments and a step count of 0.
+
+        The counts of others are right from here on, also after a step that ``only_if`` kept from changing anything.
+        """
+        self._settle()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if not self.state[parameter]:
@@ -70,19 +76,23 @@ class FusedAdamW(torch.optim.AdamW):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
         loss = closure() if closure is not None else None
+        self.make_state()
+        decision = HostCopy(self.only_if) if self.only_if is not None else None
         for group in self.param_groups:
             held = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if held and all(parameter.is_cuda and parameter.dtype == torch.float32 for parameter in held):
+            if held and all(_takes_one_pass(parameter) for parameter in held):
                 self._step_in_one_pass(group, held)
-            elif held:
+                self._undecided = decision
+            elif held and (decision is None or decision.item()):
                 self._step_in_several(group, held)
         self.gradient_factor = self.only_if = None
         return loss
 
-    def uncount_step(self) -> None:
-        """Take back the count of a step that ``only_if`` kept from changing anything."""
-        counts = [state["step"] for state in self.state.values() if state]
-        if counts:
+    def _settle(self) -> None:
+        """Take back the count of the last step if the device found that it was to change nothing."""
+        undecided, self._undecided = self._undecided, None
+        if undecided is not None and not undecided.item():
+            counts = [state["step"] for parameter, state in self.state.items() if _takes_one_pass(parameter)]
             torch._foreach_sub_(counts, 1)
 
     def _step_in_several(self, group: dict[str, Any], held: Sequence[Tensor]) -> None:
@@ -107,7 +117,6 @@ class FusedAdamW(torch.optim.AdamW):
         if self.moment_dtype is None:
             yield
             return
-        self.make_state()
         states = [self.state[parameter] for parameter in held]
         narrow = [(state, key, state[key]) for state in states for key in ("exp_avg", "exp_avg_sq")]
         for state, parameter in zip(states, held, strict=True):
@@ -122,7 +131,6 @@ class FusedAdamW(torch.optim.AdamW):
     def _step_in_one_pass(self, group: dict[str, Any], held: Sequence[Tensor]) -> None:
         from meshtron.kernels import multi_tensor
 
-        self.make_state()
         torch._foreach_add_([self.state[parameter]["step"] for parameter in held], 1)
         device = held[0].device
         factor = self.gradient_factor
@@ -154,6 +162,10 @@ class FusedAdamW(torch.optim.AdamW):
                 weight_decay=group["weight_decay"],
                 step=step,
             )
+
+
+def _takes_one_pass(parameter: Tensor) -> bool:
+    return parameter.is_cuda and parameter.dtype == torch.float32
 
 
 def add_into(total: Tensor, added: Tensor) -> None:

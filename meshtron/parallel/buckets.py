@@ -17,6 +17,9 @@ from meshtron.parallel.names import named_parameters
 from meshtron.parallel.placement import local_part, shard_range
 from meshtron.parallel.stages import Stages
 
+# torch 2.13 renamed it; the older name goes on there with a warning.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @dataclass(eq=False)
 class Piece:
@@ -173,3 +176,33 @@ def _bucket(pieces: list[Piece], elements: int, shards: int, dtype: torch.dtype,
     accumulator = torch.zeros(shards, elements, dtype=dtype, device=pieces[0].local.device)
     reduced = accumulator[0] if shards == 1 else torch.zeros_like(accumulator[0])
     return Bucket(pieces, elements, accumulator, reduced)
+
+
+def write_parameters(buckets: list[Bucket], *, shards: int, group: Any) -> None:
+    """Write masters into parameters on every dp rank.
+
+    Args:
+        buckets: all of this rank's.
+        shards: dp ranks that masters are cut over; 1 where each has all of them.
+        group: of these ranks.
+    """
+    if shards == 1:
+        pieces = [piece for bucket in buckets for piece in bucket.pieces]
+        apart = [piece for piece in pieces if piece.master.data_ptr() != piece.local.data_ptr()]
+        if apart:
+            own = [piece.local.view(piece.master.shape) for piece in apart]
+            torch._foreach_copy_(own, [piece.master for piece in apart])
+        return
+    gathers = []
+    for bucket in buckets:
+        local = bucket.pieces[0].local
+        sent = local.new_zeros(bucket.elements)
+        torch._foreach_copy_([piece.own(sent) for piece in bucket.pieces], [piece.master for piece in bucket.pieces])
+        received = local.new_empty(shards, bucket.elements)
+        work = _all_gather(received.view(-1), sent, group=group, async_op=True)
+        gathers.append((bucket, work, received, sent))
+    for bucket, work, received, _ in gathers:
+        work.wait()
+        for piece in bucket.pieces:
+            for view, span in piece.parts(received):
+                piece.local[span].view(view.shape).copy_(view)

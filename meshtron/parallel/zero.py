@@ -20,14 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshtron.hostcopy import HostCopy
 from meshtron.kernels.adamw import FusedAdamW
 from meshtron.parallel.axis import check_axes, named_axes
-from meshtron.parallel.buckets import Piece, cut_pieces, fill_buckets
+from meshtron.parallel.buckets import Piece, cut_pieces, fill_buckets, write_parameters
 from meshtron.parallel.clip import owned_norm
 from meshtron.parallel.gradients import Gradients
 from meshtron.parallel.names import named_parameters
@@ -37,9 +35,6 @@ from meshtron.parallel.tied import retie
 
 _BUCKET_BYTES = 64 << 20
 _MASTER = "master."
-
-# torch 2.13 renamed it; the older name goes on there with a warning.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class ZeroOptimizer:
@@ -105,8 +100,6 @@ class ZeroOptimizer:
         )
         self.inner = optimizer(self._groups(group_of), **defaults)
         self._fused = self.inner if isinstance(self.inner, FusedAdamW) else None
-        self._on_cuda = any(piece.master.is_cuda and piece.master.dtype == torch.float32 for piece in self._pieces)
-        self._undecided: HostCopy | None = None
         hands_over = self._fused is not None and self._dp.size == 1 and num_microbatches == 1
         if self._fused is not None:
             self._prepare(self._fused)
@@ -227,9 +220,8 @@ class ZeroOptimizer:
             only_if: boolean scalar, the same on every rank; where it is false the step is skipped. With
                 ``FusedAdamW`` on a CUDA device nothing waits for it to be known.
         """
-        self._settle()
-        if only_if is not None and self._fused is not None and self._on_cuda:
-            self._fused.only_if, self._undecided = only_if, HostCopy(only_if)
+        if only_if is not None and self._fused is not None:
+            self._fused.only_if = only_if
         elif only_if is not None and not only_if:
             return self.skip_step()
         self.reduce_gradients()
@@ -238,12 +230,6 @@ class ZeroOptimizer:
             self.publish()
         self._gradients.begin_step()
         return None
-
-    def _settle(self) -> None:
-        """Take back the count of the last step if the device found that it was to be skipped."""
-        undecided, self._undecided = self._undecided, None
-        if undecided is not None and not undecided.item() and self._fused is not None:
-            self._fused.uncount_step()
 
     def skip_step(self) -> None:
         """Drop the gradients of this step and leave weights and state as they are."""
@@ -255,26 +241,7 @@ class ZeroOptimizer:
     @torch.no_grad()
     def publish(self) -> None:
         """Write masters into parameters: a cast, and an all-gather over dp where state is sharded."""
-        if self._shards == 1:
-            own = [piece.local.view(piece.master.shape) for piece in self._pieces]
-            if own and own[0].data_ptr() != self._pieces[0].master.data_ptr():
-                torch._foreach_copy_(own, [piece.master for piece in self._pieces])
-            return
-        gathers = []
-        for bucket in self._buckets:
-            local = bucket.pieces[0].local
-            sent = local.new_zeros(bucket.elements)
-            torch._foreach_copy_(
-                [piece.own(sent) for piece in bucket.pieces], [piece.master for piece in bucket.pieces]
-            )
-            received = local.new_empty(self._shards, bucket.elements)
-            work = _all_gather(received.view(-1), sent, group=self._dp.group, async_op=True)
-            gathers.append((bucket, work, received, sent))
-        for bucket, work, received, _ in gathers:
-            work.wait()
-            for piece in bucket.pieces:
-                for view, span in piece.parts(received):
-                    piece.local[span].view(view.shape).copy_(view)
+        write_parameters(self._buckets, shards=self._shards, group=self._dp.group)
 
     # -- state -------------------------------------------------------------------------------------------------
 
@@ -307,7 +274,6 @@ class ZeroOptimizer:
             self._fused.make_state()
         else:
             make_state(self.inner, [piece.master for piece in self._pieces])
-        self._settle()
         state = {}
         for piece in self._pieces:
             for key, value in self.inner.state[piece.master].items():

@@ -88,6 +88,8 @@ def test_fused_adamw_equals_torch_in_float64(grad_dtype):
     fused.only_if = torch.tensor(False, device="cuda")
     fused.step()
     assert all(torch.equal(p, before) for p, before in zip(ours, kept, strict=True))
+    fused.make_state()
+    assert {int(fused.state[p]["step"]) for p in ours} == {4}
 
 
 def test_fused_adamw_with_bf16_moments_follows_torch_on_rounded_state():
