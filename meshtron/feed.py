@@ -6,16 +6,19 @@ the checkpoint, so that every source goes on where it stood.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshtron.checkpoint.untrusted import count, instance
 from meshtron.data import Source, Stage, TrainStream, ValidationSet, load_tokenizer, open_source
-from meshtron.data.sampler import Cursor
+from meshtron.data.sampler import Cursor, Order
 from meshtron.data.tokenizer import tokenizer_file
+from meshtron.errors import DataError
 from meshtron.recipe import Recipe
 from meshtron.recipe import Source as SourceSection
 
@@ -56,28 +59,32 @@ def open_training(
         saved: what ``data_state`` said there.
 
     Raises:
-        DataError: a source is missing, damaged, or does not fit the model's vocabulary.
+        DataError: a source is missing, damaged, or does not fit the vocabulary, or ``saved`` is something else.
     """
     opened: dict[Any, Source] = {}
     if not saved:
         return _open_training(recipe, mesh, device, _Beginning(), opened)
-    start, batch = saved["order"]["stages"][0]["start"], saved["order"]["global_batch_size"]
-    beginning = _Beginning(
-        step=step - (samples - start) // batch, samples=start, cursors=_cursors(saved["beginning"])
-    )
+    with _position():
+        start, batch = count(saved["order"]["stages"][0]["start"]), count(saved["order"]["global_batch_size"])
+        if not samples - step * batch <= start <= samples:
+            raise ValueError(f"it begins at sample {start}, the checkpoint is at {samples}")
+        beginning = _Beginning(
+            step=step - (samples - start) // batch, samples=start, cursors=_cursors(saved["beginning"])
+        )
+        cursors, keys = _cursors(saved["cursors"]), [instance(key, str) for key in saved["keys"]]
     stream = _open_training(recipe, mesh, device, beginning, opened)
     if stream.order.facts() != saved["order"]:
         log.warning("data, weights or batch size are not those of the checkpoint: each source goes on where it stood")
-        for key, cursor in _cursors(saved["cursors"]).items():
-            log.warning("%s: epoch %d, sample %d of it", key, cursor.epoch, cursor.used)
-        beginning = _Beginning(step=step, samples=samples, cursors=_cursors(saved["cursors"]))
-    elif moved := {old: new for old, new in zip(saved["keys"], stream.order.keys, strict=True) if old != new}:
+        beginning = _Beginning(step=step, samples=samples, cursors=cursors)
+        _log_cursors(beginning.cursors, _open_training(recipe, mesh, device, beginning, opened).order)
+    elif moved := {old: new for old, new in zip(keys, stream.order.keys, strict=False) if old != new}:
         for old, new in moved.items():
-            log.warning("%s has as many samples as %s had and is taken to be the same data, moved", new, old)
+            log.warning("%s has the samples that %s had and is taken to be the same data, moved", new, old)
         cursors = {moved.get(key, key): cursor for key, cursor in beginning.cursors.items()}
         beginning = replace(beginning, cursors=cursors)
     stream = _open_training(recipe, mesh, device, beginning, opened)
-    stream.restore_streams(saved["streams"])
+    with _position():
+        stream.restore_streams(saved["streams"])
     return stream
 
 
@@ -90,8 +97,39 @@ def data_state(stream: TrainStream, samples: int) -> dict[str, Any]:
     return order | cursors | {"streams": stream.stream_states(samples)}
 
 
+def _log_cursors(saved: Mapping[str, Cursor], order: Order) -> None:
+    """Say where each source of a checkpoint goes on."""
+    now = order.cursors(order.stages[0].start)
+    for key, cursor in saved.items():
+        begun_anew = ""
+        if key in now and now[key].epoch > cursor.epoch:
+            what = "content" if now[key].size == cursor.size else f"size ({cursor.size} samples, now {now[key].size})"
+            begun_anew = f"; its {what} is not that of the checkpoint, so it begins its next epoch"
+        log.warning("%s: epoch %d, sample %d of it%s", key, cursor.epoch, cursor.used, begun_anew)
+
+
 def _cursors(saved: Mapping[str, Mapping[str, Any]]) -> dict[str, Cursor]:
-    return {key: Cursor(**values) for key, values in saved.items()}
+    return {
+        key: Cursor(
+            epoch=count(values["epoch"]),
+            used=count(values["used"]),
+            size=None if values["size"] is None else count(values["size"]),
+            content=instance(values["content"], str),
+        )
+        for key, values in saved.items()
+    }
+
+
+@contextmanager
+def _position() -> Iterator[None]:
+    """Say in one line that a checkpoint has no position in the data that ``data_state`` could have written."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        found = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise DataError(
+            f"the checkpoint's position in the data is not what a training run saves ({found})"
+        ) from error
 
 
 def _open_training(

@@ -59,7 +59,9 @@ def test_mixture_takes_decimals_at_face_value():
 
 def order(sizes, weights, batch, seed=0, start=0, keys=None):
     keys = keys or tuple(f"s{number}" for number in range(len(sizes)))
-    return StageSources(start=start, keys=keys, sizes=tuple(sizes), weights=tuple(weights))
+    return StageSources(
+        start=start, keys=keys, sizes=tuple(sizes), weights=tuple(weights), contents=("",) * len(sizes)
+    )
 
 
 @property_test

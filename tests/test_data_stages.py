@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from meshtron.data import TrainStream, open_tokens
 from meshtron.data.sampler import permute
+from meshtron.data.samples import scan_ids
 from meshtron.errors import RecipeError
 from meshtron.initialize import init_weights
 from meshtron.loop import train
@@ -221,6 +222,29 @@ def test_a_folder_may_be_moved_between_two_runs(corpora, tmp_path, caplog):
     found = train_recording(moved)
     assert "is taken to be the same data, moved" in caplog.text
     assert all(np.array_equal(found[key], straight[key]) for key in straight)
+
+
+def test_a_folder_with_other_content_of_the_same_size_begins_its_next_epoch(tmp_path, caplog):
+    token_folder(tmp_path / "data", documents=60)
+    train(small_recipe(tmp_path, training={"steps": 2}))
+    shutil.rmtree(tmp_path / "data")
+    token_folder(tmp_path / "data", documents=60, seed=1)
+    found = train_recording(small_recipe(tmp_path, training={"steps": 3}))
+    assert "data, weights or batch size are not those of the checkpoint" in caplog.text
+    key = f"{tmp_path / 'data'} (seq_len 16)"
+    assert f"{key}: epoch 0, sample 32 of it; its content is not that of the checkpoint, so it begins" in caplog.text
+    tokens = open_tokens(tmp_path / "data")
+    ids, size = tokens.read(0, tokens.num_tokens).astype(np.int64), (tokens.num_tokens - 1) // 16
+    windows = permute(np.arange(BATCH), size, 0, epoch=1)
+    expected = np.stack([ids[window * 16 : window * 16 + 17] for window in windows])
+    assert np.array_equal(found[32, 0], expected)
+    caplog.clear()
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000003")
+    assert np.array_equal(train_recording(small_recipe(tmp_path, training={"steps": 3}))[32, 0], expected)
+    prompts = open_tokens(tmp_path / "data")
+    before = scan_ids(prompts, 96)
+    prompts.prompt_lengths = np.ones(60, dtype=np.uint32)
+    assert scan_ids(prompts, 96) != before
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 MOST_LEVELS = 100
 """Levels of lists and objects inside one another that ``meta`` and ``rank_state`` may have."""
-_MOST = 1 << 63  # sizes and offsets are 64-bit numbers with a sign, here and in torch
+_MOST = 1 << 62  # 64-bit numbers with a sign, and room for the sum of two
 
 
 def open_file(path: Path) -> FileIO:
@@ -59,7 +59,7 @@ def check_levels(value: Any) -> None:
 def count(value: Any) -> int:
     """``value``, if it is a whole number that a size, an offset or a step can be; else ValueError."""
     if type(value) is not int or not 0 <= value < _MOST:
-        raise ValueError(f"expected a whole number from 0 to 2^63 - 1, found {_short(value)}")
+        raise ValueError(f"expected a whole number from 0 to 2^62 - 1, found {_short(value)}")
     return value
 
 

@@ -26,6 +26,8 @@ class Source:
     """Names the source: in messages, and to go on where it was when a later stage has it too."""
     dataset: Dataset | StreamDataset
     weight: float = 1.0
+    content: str = ""
+    """A hash of the content, by which a resume knows the source again; empty where it is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,6 +262,7 @@ def _stage_sources(stage: Stage) -> StageSources:
         keys=tuple(f"{source.key} (seq_len {stage.seq_len})" for source in stage.sources),
         sizes=sizes,
         weights=tuple(source.weight for source in stage.sources),
+        contents=tuple(source.content for source in stage.sources),
     )
 
 

@@ -11,7 +11,7 @@ order knows nothing of either.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from hashlib import blake2b
 from math import ceil, gcd, lcm
@@ -49,8 +49,7 @@ def permute(indices: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """Spread every input bit over 64 output bits (the finalizer of SplitMix64; Steele, Lea and Flood,
-    2014)."""
+    """Spread every input bit over 64 output bits (the finalizer of SplitMix64; Steele, Lea and Flood, 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -133,11 +132,12 @@ class StageSources:
     start: int
     """Sample at which the stage begins."""
     keys: tuple[str, ...]
-    """One name a source; a source that was in an earlier stage under the same key goes on where it was."""
+    """One name a source; one that was in an earlier stage under the same key goes on where it was."""
     sizes: tuple[int | None, ...]
-    """Samples in one epoch of each source; None for a stream, which is read in its own order, without
-    epochs."""
+    """Samples in one epoch of each source; None for a stream, which has an order of its own and no epochs."""
     weights: tuple[float, ...]
+    contents: tuple[str, ...]
+    """A hash of what each source holds; empty where it is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,13 +146,14 @@ class Cursor:
 
     epoch: int = 0
     used: int = 0
-    size: int | None = None
-    """Samples in an epoch; None for a stream."""
+    size: int | None = None  # as in StageSources
+    content: str = ""
 
-    def in_source(self, size: int | None) -> "Cursor":
-        """The same place in a source of ``size`` samples; one that has grown or shrunk begins its next epoch, for
-        nothing says which of its samples have been given."""
-        return self if self.size == size else Cursor(epoch=self.epoch + 1, size=size)
+    def in_source(self, size: int | None, content: str) -> "Cursor":
+        """The same place in a source; of another size or content it begins its next epoch, for nothing says which of
+        its samples have been given."""
+        same = self.size == size and (self.content == content or not self.content or not content)
+        return Cursor(epoch=self.epoch + (not same), used=self.used * same, size=size, content=content)
 
 
 class Order:
@@ -191,8 +192,7 @@ class Order:
                 self._before.append(self._before[number] | self._parts[number].cursors(self.stages[number + 1].start))
 
     def facts(self) -> dict[str, Any]:
-        """All that the order depends on beside ``cursors``, as plain values for JSON; sources go by their number in
-        ``keys``."""
+        """All that the order depends on beside ``cursors``, as plain values; sources by their place in ``keys``."""
         keys = self.keys
         stages = [
             {
@@ -200,6 +200,7 @@ class Order:
                 "sources": [keys.index(key) for key in stage.keys],
                 "sizes": list(stage.sizes),
                 "weights": list(stage.weights),
+                "contents": list(stage.contents),
             }
             for stage in self.stages
         ]
@@ -235,8 +236,8 @@ class _Part:
         self.seed = seed
         self.mixture = Mixture(stage.weights)
         self.begin = [
-            cursors.get(key, Cursor(size=size)).in_source(size)
-            for key, size in zip(stage.keys, stage.sizes, strict=True)
+            cursors.get(key, Cursor(size=size)).in_source(size, content)
+            for key, size, content in zip(stage.keys, stage.sizes, stage.contents, strict=True)
         ]
         self.first: list[int] = []
         self.later: list[int] = []
@@ -247,8 +248,7 @@ class _Part:
             if self.later[source] < 1:
                 need = ceil(self.batch * self.mixture.shares[source] + 2 * self.mixture.errors[source])
                 raise DataError(
-                    f"{stage.keys[source]}: {size} samples an epoch, but a global batch takes up to {need} "
-                    "of them: "
+                    f"{stage.keys[source]}: {size} samples an epoch, but a global batch takes up to {need} of them: "
                     "use more data, a shorter seq_len, a smaller global_batch_size or a lower weight"
                 )
 
@@ -260,8 +260,8 @@ class _Part:
         return max(0, int(spare // (self.batch * self.mixture.shares[source])))
 
     def _epochs(self, source: int, batches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Epoch that each batch of the stage is in, and the samples of the source used in it before the
-        stage's sample count began, so that ``count + offset`` is the place in the epoch."""
+        """Epoch that each batch of the stage is in, and the samples of the source used in it before the stage's
+        sample count began, so that ``count + offset`` is the place in the epoch."""
         begin, first, later = self.begin[source], self.first[source], self.later[source]
         turns = np.where(batches < first, -1, (batches - first) // later)
         opening = np.where(turns < 0, 0, first + turns * later) * self.batch
@@ -295,6 +295,6 @@ class _Part:
         for source, key in enumerate(self.stage.keys):
             epochs, offsets = self._epochs(source, np.array([(inside - 1) // self.batch]))
             count = int(self.mixture.count(source, np.array([inside]))[0])
-            size = self.stage.sizes[source]
-            found[key] = Cursor(epoch=int(epochs[0]), used=count + int(offsets[0]), size=size)
+            begin = self.begin[source]
+            found[key] = replace(begin, epoch=int(epochs[0]), used=count + int(offsets[0]))
         return found

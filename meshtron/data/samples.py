@@ -10,9 +10,11 @@ it ``packing = "documents"``  cut the same way, but document ids come along, att
 A user's own data needs none of this: anything that fits ``Dataset`` or ``StreamDataset`` can be a source.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
+import xxhash
 
 from meshtron.data.shards import TokenSource
 from meshtron.errors import DataError
@@ -179,20 +181,36 @@ def check_ids(source: TokenSource, ids: np.ndarray, start: int, vocab_size: int)
         )
 
 
-_SCAN_TOKENS = 1 << 28
-_BLOCK_TOKENS = 1 << 22
+_SCANNED = 1 << 28
+_BLOCK = 1 << 22
 
 
-def scan_ids(source: TokenSource, vocab_size: int) -> None:
+def scan_ids(source: TokenSource, vocab_size: int) -> str:
     """Check the ids of a source before training: all up to 268M tokens, of more an even sample of blocks that
     large in all (every window is checked again when it is read).
+
+    Returns:
+        A hash of what was read, of where documents end and of their prompts: other content has another one.
 
     Raises:
         DataError: an id is not below ``vocab_size``; the message names file and offset.
     """
-    blocks = -(-source.num_tokens // _BLOCK_TOKENS)
-    chosen = min(blocks, _SCAN_TOKENS // _BLOCK_TOKENS)
+    digest = xxhash.xxh3_128()
+    for start, count in _even_blocks(source.num_tokens):
+        ids = source.read(start, count)
+        check_ids(source, ids, start, vocab_size)
+        digest.update(np.ascontiguousarray(ids).data)
+    for index in (source.document_ends, source.prompt_lengths):
+        if index is not None:
+            for start, count in _even_blocks(len(index)):
+                digest.update(np.ascontiguousarray(index[start : start + count]).data)
+    return digest.hexdigest()
+
+
+def _even_blocks(size: int) -> Iterator[tuple[int, int]]:
+    """Start and length of blocks of a row: all of it, or a sample spread evenly over it."""
+    blocks = -(-size // _BLOCK)
+    chosen = min(blocks, _SCANNED // _BLOCK)
     for number in range(chosen):
-        start = (number * blocks // chosen) * _BLOCK_TOKENS
-        count = min(_BLOCK_TOKENS, source.num_tokens - start)
-        check_ids(source, source.read(start, count), start, vocab_size)
+        start = (number * blocks // chosen) * _BLOCK
+        yield start, min(_BLOCK, size - start)

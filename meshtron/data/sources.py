@@ -35,6 +35,7 @@ def open_source(
         DataError: unknown format, damaged or empty files, ids outside the vocabulary.
     """
     kind, _, name = str(path).partition(":")
+    content = ""
     if kind == "py":
         dataset = _own_dataset(str(path), name, seq_len, options or {})
     elif kind == "hf":
@@ -42,16 +43,17 @@ def open_source(
     else:
         if options:
             raise DataError(f"{path}: options {', '.join(options)} are for hf: and py: sources, this is a path")
-        dataset = _windows(path, seq_len, packing, vocab_size)
-    return Source(key=str(path), dataset=dataset, weight=weight)
+        dataset, content = _windows(path, seq_len, packing, vocab_size)
+    return Source(key=str(path), dataset=dataset, weight=weight, content=content)
 
 
-def _windows(path: str | Path, seq_len: int, packing: str, vocab_size: int) -> Windows:
+def _windows(path: str | Path, seq_len: int, packing: str, vocab_size: int) -> tuple[Windows, str]:
+    """Samples of token files, and a hash of the files' content."""
     tokens = open_tokens(path)
     if not tokens.num_tokens:
         raise DataError(f"{path}: no tokens in it")
-    scan_ids(tokens, vocab_size)
-    return Windows(tokens, seq_len, packing, vocab_size=vocab_size)
+    content = scan_ids(tokens, vocab_size)
+    return Windows(tokens, seq_len, packing, vocab_size=vocab_size), content
 
 
 def _hub_dataset(
