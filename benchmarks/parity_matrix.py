@@ -40,6 +40,7 @@ FACTORS: dict[str, list[Any]] = {
     "parallel.sequence_parallel": [True, False],
     "training.micro_batch_size": [1, 2, 4],
     "training.activation_checkpointing": ["none", "selective", "full"],
+    "training.compile": [False, False, False, True],  # seconds a row; torch 2.11 does not compile float64 attention
     "training.param_dtype": ["float64", "float32"],
     "training.loss_chunks": [0, 3],
     "optimizer.grad_clip": [1e-3, 1.0, 0.0],
@@ -81,6 +82,7 @@ def main() -> None:
     rng, refused, wrong = random.Random(options.seed), 0, 0
     worst = dict.fromkeys(TOLERANCE, 0.0)
     done: Counter[str] = Counter()
+    schedules: Counter[str] = Counter()
     while done.total() < options.rows:
         row = draw(rng)
         try:
@@ -91,12 +93,15 @@ def main() -> None:
         dtype = row["training.param_dtype"]
         found = difference(run_ranks(sharded, world_size(row), row, timeout_s=600), plain(row))
         worst[dtype] = max(worst[dtype], found)
-        done[row["mesh"].partition(" ")[0]] += 1
+        layout, _, schedule = row["mesh"].partition(" ")
+        done[layout] += 1
+        schedules[schedule or "none"] += 1
         differs = found > TOLERANCE[dtype]
         wrong += differs
         print(f"{found:.1e} {'DIFFERS ' if differs else ''}{row}", flush=True)
     largest = ", ".join(f"{value:.1e} in {dtype}" for dtype, value in worst.items())
     print(f"{done.total()} combinations at {len(done)} layouts, largest difference {largest}; {wrong} differ")
+    print("rows by schedule:", ", ".join(f"{name} {count}" for name, count in sorted(schedules.items())))
     print(f"{refused} other draws were refused before they started")
     sys.exit(wrong > 0)
 

@@ -139,7 +139,10 @@ def describe_groups(
         chosen = {"weight_decay": weight_decay} | options(name, shape)
         key = f"learning rate x {chosen['lr_scale']:g}, weight decay {chosen['weight_decay']:g}"
         sizes.setdefault(key, []).append(shape.numel())
-    return [f"{key}: {len(found)} tensors, {sum(found):,} parameters" for key, found in sizes.items()]
+    return [
+        f"{key}: {len(found)} tensor{'s' * (len(found) != 1)}, {sum(found):,} parameters"
+        for key, found in sizes.items()
+    ]
 
 
 def set_learning_rate(groups: Sequence[dict[str, Any]], rate: float) -> None:

@@ -4,7 +4,7 @@ The plain run knows nothing of masks, micro-batches, stages or shards: it sends 
 alone, sums the token losses of the whole batch, divides once, and updates with torch.optim.AdamW.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,7 @@ def recipe_of(options: Mapping[str, Any]) -> Recipe:
     for key, value in options.items():
         section, _, name = key.partition(".")
         if name:
-            sections[section][name] = value
+            sections.setdefault(section, {})[name] = value
     return Recipe(**sections)
 
 
@@ -126,6 +126,13 @@ def sharded(options: Mapping[str, Any]) -> Curve:
 def plain(options: Mapping[str, Any]) -> Curve:
     """The same run in plain torch."""
     recipe = recipe_of(options)
+    return plain_steps(
+        recipe, [global_batch(options["labels"], recipe.model.vocab_size, step) for step in range(STEPS)]
+    )
+
+
+def plain_steps(recipe: Recipe, batches: Iterable[Global]) -> Curve:
+    """A step for each global batch, in plain torch; one without labels changes nothing."""
     config = model_spec(recipe.model.family).config(recipe.model.model_dump())
     model = Llama(config).to(getattr(torch, recipe.training.param_dtype))
     init_weights([model], seed=recipe.run.seed, std=lambda name: init_std(config, name))
@@ -136,10 +143,13 @@ def plain(options: Mapping[str, Any]) -> Curve:
     ]
     optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
     curve = Curve([], [], {})
-    for step in range(STEPS):
-        batch = global_batch(options["labels"], config.vocab_size, step)
+    for batch in batches:
         if not recipe.data.document_mask:
             batch.document_ids.zero_()
+        if (batch.labels == IGNORE).all():
+            curve.losses.append(0.0)
+            curve.norms.append(0.0)
+            continue
         total = torch.zeros((), dtype=torch.float64)
         for tokens, labels, ids in zip(batch.tokens, batch.labels, batch.document_ids, strict=True):
             for document in ids.unique():

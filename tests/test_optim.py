@@ -5,8 +5,12 @@ import math
 import pytest
 import torch
 
+from meshtron.build import build_job
 from meshtron.errors import RecipeError
 from meshtron.optim import GroupRule, LearningRate, check_rules, parameter_options
+from meshtron.testing import run_ranks
+from tests.combinations import recipe_of
+from tests.runs import logged_lines
 
 
 def rate(kind: str, **changes) -> LearningRate:
@@ -53,6 +57,30 @@ def test_matrices_decay_and_the_last_matching_rule_has_its_say():
     assert options("layers.0.mlp.up_proj.weight", matrix) == {"lr_scale": 1.0}
     assert options("norm.weight", vector) == {"lr_scale": 1.0, "weight_decay": 0.0}
     assert options("embed_tokens.weight", matrix) == {"lr_scale": 0.5, "weight_decay": 0.0}
+
+
+def lines_about_groups(mesh: str) -> list[str]:
+    options = {
+        "mesh": mesh,
+        "model.vocab_size": 101,
+        "optimizer.weight_decay": 0.25,
+        "optimizer.groups": [{"match": "embed_tokens.*", "lr_scale": 0.1, "weight_decay": 0.0}],
+    }
+    with logged_lines("meshtron.build") as lines:
+        build_job(recipe_of(options).resolve(torch.distributed.get_world_size()), torch.device("cpu"))
+    return [line for line in lines if line.startswith("optimizer group")]
+
+
+def test_sizes_of_groups_are_printed_for_the_whole_model_at_every_layout():
+    block = [32 * 32] * 4 + [32 * 48] * 3
+    matrices = 4 * sum(block) + 101 * 32
+    expected = [
+        f"optimizer group: learning rate x 0.1, weight decay 0: 1 tensor, {101 * 32:,} parameters",
+        f"optimizer group: learning rate x 1, weight decay 0: 9 tensors, {9 * 32:,} parameters",
+        f"optimizer group: learning rate x 1, weight decay 0.25: 29 tensors, {matrices:,} parameters",
+    ]
+    for mesh, ranks in (("1x1x1", 1), ("2x1x1", 2), ("1x1x2", 2)):
+        assert run_ranks(lines_about_groups, ranks, mesh) == [expected] * ranks
 
 
 def test_a_rule_that_matches_nothing_is_an_error():
