@@ -75,13 +75,12 @@ def build_job(recipe: Recipe, device: torch.device) -> Job:
     Raises:
         MeshtronError: the recipe does not fit the model or the world.
     """
-    training, optim = recipe.training, recipe.optimizer
+    training = recipe.training
     torch.use_deterministic_algorithms(recipe.run.deterministic)
     if recipe.model.attention == "flex" and device.type == "cpu":
         raise RecipeError(
             'model.attention: "flex" cannot train on a CPU, where FlexAttention has no backward pass: use "auto"'
         )
-
     mesh = build_mesh(layout_of(recipe), "cuda" if device.type == "cuda" else "cpu")
     model = build_model(recipe, mesh, device)
     for stage in model.stages:
@@ -92,50 +91,12 @@ def build_job(recipe: Recipe, device: torch.device) -> Job:
             compiled=training.compile,
             tensor_parallel=recipe.parallel.tp > 1,
         )
-
-    rules = [GroupRule(**group.model_dump()) for group in optim.groups]
-    check_rules(rules, model.shapes)
-    options = parameter_options(rules, lr_scale_of(model.spec, model_section(recipe)))
-    for line in describe_groups(options, model.shapes, optim.weight_decay):
-        log.info("optimizer group: %s", line)
-    optimizer = ZeroOptimizer(
-        model.stages,
-        mesh,
-        optimizer=functools.partial(
-            FusedAdamW,
-            fused=device.type == "cpu",
-            moment_dtype=torch.bfloat16 if optim.moment_dtype == "bfloat16" else None,
-        ),
-        group_of=options,
-        num_microbatches=recipe.num_microbatches,
-        shard=recipe.parallel.zero == 1,
-        overlap=recipe.parallel.overlap,
-        grad_dtype=dtype_of(training.grad_accum_dtype),
-        lr=optim.lr,
-        betas=optim.betas,
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-    )
+    optimizer = build_optimizer(recipe, mesh, model, device)
     if recipe.model.from_hf:
         # Into the masters, so that float32 files lose nothing to param_dtype and each dp rank reads its own part.
         load_folder(Path(recipe.model.from_hf), optimizer.masters(), model.shapes, model.ties)
         optimizer.publish()
     loss_fn = build_loss(recipe, mesh, model, optimizer)
-    whole_backward = training.compile or training.activation_checkpointing != "none"
-    if whole_backward and recipe.parallel.pp > 1 and recipe.parallel.schedule in ZERO_BUBBLE:
-        log.info(
-            "%s: weight gradients come with those of inputs, as layers are %s",
-            recipe.parallel.schedule,
-            "compiled" if training.compile else "recomputed",
-        )
-    runner = pipeline_schedule(
-        model.stages,
-        mesh["pp"],
-        recipe.parallel.schedule,
-        num_microbatches=recipe.num_microbatches,
-        loss_fn=loss_fn,
-        split_backward=not whole_backward,
-    )
     return Job(
         recipe=recipe,
         mesh=mesh,
@@ -144,7 +105,7 @@ def build_job(recipe: Recipe, device: torch.device) -> Job:
         loss_fn=loss_fn,
         optimizer=optimizer,
         learning_rate=learning_rate_of(recipe),
-        runner=runner,
+        runner=build_runner(recipe, mesh, model, loss_fn),
     )
 
 
@@ -208,6 +169,34 @@ def check_takes_documents(model: nn.Module) -> None:
         )
 
 
+def build_optimizer(recipe: Recipe, mesh: DeviceMesh, model: Model, device: torch.device) -> ZeroOptimizer:
+    """AdamW over this rank's stages, with the hyper-parameters that [optimizer] gives each parameter."""
+    optim = recipe.optimizer
+    rules = [GroupRule(**group.model_dump()) for group in optim.groups]
+    check_rules(rules, model.shapes)
+    options = parameter_options(rules, lr_scale_of(model.spec, model_section(recipe)))
+    for line in describe_groups(options, model.shapes, optim.weight_decay):
+        log.info("optimizer group: %s", line)
+    return ZeroOptimizer(
+        model.stages,
+        mesh,
+        optimizer=functools.partial(
+            FusedAdamW,
+            fused=device.type == "cpu",
+            moment_dtype=torch.bfloat16 if optim.moment_dtype == "bfloat16" else None,
+        ),
+        group_of=options,
+        num_microbatches=recipe.num_microbatches,
+        shard=recipe.parallel.zero == 1,
+        overlap=recipe.parallel.overlap,
+        grad_dtype=dtype_of(recipe.training.grad_accum_dtype),
+        lr=optim.lr,
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+    )
+
+
 def build_loss(recipe: Recipe, mesh: DeviceMesh, model: Model, optimizer: ZeroOptimizer) -> Any:
     """The loss of the last stage: the family's own, or with the model's head folded in where the model offers it."""
     own = getattr(model.spec, "loss", None)
@@ -228,6 +217,26 @@ def build_loss(recipe: Recipe, mesh: DeviceMesh, model: Model, optimizer: ZeroOp
         mesh["tp"] if isinstance(head.weight, DTensor) else None,
         chunk_tokens=-(-tokens // training.loss_chunks) if training.loss_chunks else None,
         weight_sink=None if tied else optimizer.gradient_sink(head.weight),
+    )
+
+
+def build_runner(recipe: Recipe, mesh: DeviceMesh, model: Model, loss_fn: Any) -> PipelineRunner:
+    """The runner of this rank's stages."""
+    training = recipe.training
+    whole_backward = training.compile or training.activation_checkpointing != "none"
+    if whole_backward and recipe.parallel.pp > 1 and recipe.parallel.schedule in ZERO_BUBBLE:
+        log.info(
+            "%s: weight gradients come with those of inputs, as layers are %s",
+            recipe.parallel.schedule,
+            "compiled" if training.compile else "recomputed",
+        )
+    return pipeline_schedule(
+        model.stages,
+        mesh["pp"],
+        recipe.parallel.schedule,
+        num_microbatches=recipe.num_microbatches,
+        loss_fn=loss_fn,
+        split_backward=not whole_backward,
     )
 
 

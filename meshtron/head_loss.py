@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from meshtron.errors import LayoutError
 from meshtron.kernels import reference
+from meshtron.parallel.collectives import all_gather, reduce_scatter
 from meshtron.parallel.placement import shard_range
 
 _CHUNK_TOKENS = 4096
@@ -241,7 +242,7 @@ class _GatherTokens(torch.autograd.Function):
         if not sharded:
             return hidden.view_as(hidden)
         gathered = hidden.new_empty(group.size() * len(hidden), hidden.shape[1])
-        _all_gather(gathered, hidden.contiguous(), group=group)
+        all_gather(gathered, hidden.contiguous(), group=group)
         return gathered
 
     @staticmethod
@@ -251,10 +252,5 @@ class _GatherTokens(torch.autograd.Function):
             dist.all_reduce(total, group=ctx.group)
             return total, None, None
         part = grad.new_empty(len(grad) // ctx.group.size(), grad.shape[1])
-        _reduce_scatter(part, grad.contiguous(), group=ctx.group)
+        reduce_scatter(part, grad.contiguous(), group=ctx.group)
         return part, None, None
-
-
-# torch 2.13 renamed both; the older names go on there with a warning.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from meshtron.errors import MeshtronError
+from meshtron.parallel.collectives import all_gather
 from meshtron.parallel.names import named_parameters
 from meshtron.parallel.placement import local_part, shard_range
 from meshtron.parallel.stages import Stages
-
-# torch 2.13 renamed it; the older name goes on there with a warning.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(eq=False)
@@ -199,7 +197,7 @@ def write_parameters(buckets: list[Bucket], *, shards: int, group: Any) -> None:
         sent = local.new_zeros(bucket.elements)
         torch._foreach_copy_([piece.own(sent) for piece in bucket.pieces], [piece.master for piece in bucket.pieces])
         received = local.new_empty(shards, bucket.elements)
-        work = _all_gather(received.view(-1), sent, group=group, async_op=True)
+        work = all_gather(received.view(-1), sent, group=group, async_op=True)
         gathers.append((bucket, work, received, sent))
     for bucket, work, received, _ in gathers:
         work.wait()

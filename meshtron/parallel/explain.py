@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from meshtron.mesh import Layout
+from meshtron.parallel.axis import named_axes
 from meshtron.parallel.names import named_parameters
 from meshtron.parallel.placement import shard_range
 from meshtron.parallel.stages import Stages, as_stages
@@ -37,6 +38,9 @@ def explain(
         plan: module name pattern to style.
         axes: names of the (pp, dp, tp) axes of ``mesh``; those it lacks count as one rank.
         file: where to print; by default to stdout.
+
+    Raises:
+        LayoutError: the mesh has none of these axes.
     """
     if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
         return
@@ -50,8 +54,7 @@ def explain(
 def _sizes(mesh: DeviceMesh | Layout, axes: Sequence[str]) -> list[int]:
     if isinstance(mesh, Layout):
         return [mesh.pp, mesh.dp, mesh.tp]
-    names = mesh.mesh_dim_names or ()
-    return [mesh.size(names.index(axis)) if axis in names else 1 for axis in axes]
+    return [axis.size for axis in named_axes(mesh, axes, needed=axes)]
 
 
 def _parameter_lines(stages: Stages, plan: Plan, tp: int) -> Iterator[str]:

@@ -20,10 +20,8 @@ from meshtron.errors import LayoutError
 from meshtron.kernels.adamw import add_into
 from meshtron.parallel.axis import Axis
 from meshtron.parallel.buckets import Bucket, Piece
+from meshtron.parallel.collectives import reduce_scatter
 from meshtron.parallel.placement import local_part
-
-# torch 2.13 renamed it; the older name goes on there with a warning.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Gradients:
@@ -189,7 +187,7 @@ class Gradients:
         if bucket.accumulator is None or bucket.reduced is None:
             pass  # one dp rank, one backward pass: there is nothing to reduce
         elif self._shards > 1:
-            bucket.work = _reduce_scatter(
+            bucket.work = reduce_scatter(
                 bucket.reduced, bucket.accumulator.view(-1), group=self._dp.group, async_op=self._overlap
             )
         elif self._dp.size > 1:
