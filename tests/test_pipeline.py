@@ -234,3 +234,21 @@ def test_layers_that_stand_in_several_places_stand_in_all_of_them(layout, schedu
     for found in run_ranks(gradients_of_shared, layout.world_size, layout, schedule):
         for name, gradient in found.items():
             torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-12, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("targets", [4, 3])
+@pytest.mark.parametrize("mask", [torch.ones(3), torch.ones(()), True, None])
+def test_parts_of_a_batch_have_as_many_samples(targets, mask):
+    if targets == 4 and mask is None:
+        return
+    with pytest.raises(
+        AssertionError, match=r"LayoutError: step: (targets|mask) is .*, expected a tensor of 4 samples"
+    ):
+        run_ranks(step_with, 1, targets, mask)
+
+
+def step_with(targets: int, mask: object) -> None:
+    runner = pipeline_schedule(
+        torch.nn.Linear(2, 2), build_mesh(Layout(), "cpu")["pp"], num_microbatches=2, loss_fn=torch.nn.MSELoss()
+    )
+    runner.step(torch.ones(4, 2), torch.ones(targets, 2), **({} if mask is None else {"mask": mask}))

@@ -121,3 +121,25 @@ def test_zero_alone_is_saved_and_resumes_at_another_dp(tmp_path):
     for weights in found:
         for name, value in model.state_dict().items():
             torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.Rprop])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_saving_changes_no_step_that_follows(kind, steps, tmp_path):
+    """Also where a parameter has had no gradient yet, so the optimizer has no state for it."""
+
+    def run(save: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        optimizer = kind(model.parameters(), lr=0.1)
+        for step in range(steps + 2):
+            if step == steps and save:
+                mt.save(tmp_path, {"model": model, "optimizer": optimizer})
+            optimizer.zero_grad()
+            used = model[:1] if step < steps else model
+            sum(part(torch.ones(2, 3) * step).square().sum() for part in used).backward()
+            optimizer.step()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    for saved, other in zip(run(True), run(False), strict=True):
+        assert torch.equal(saved, other)

@@ -181,6 +181,16 @@ def test_a_parameter_that_is_not_contiguous_is_named():
         cut_pieces(as_stages(model), shards=1, shard=0, dtype=torch.float32)
 
 
+@pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Muon"])
+def test_optimizers_of_whole_matrices_are_refused(name):
+    with pytest.raises(AssertionError, match=f"MeshtronError: {name} looks at whole matrices"):
+        run_ranks(optimize_with, 1, getattr(torch.optim, name))
+
+
+def optimize_with(kind: type) -> None:
+    ZeroOptimizer(nn.Linear(2, 2, bias=False), build_mesh(Layout(), "cpu"), optimizer=kind)
+
+
 class Mixed(nn.Module):
     """A parameter that is its own float32 master before one that is not."""
 

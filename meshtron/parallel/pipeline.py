@@ -164,17 +164,24 @@ class PipelineRunner:
 
         Args:
             inputs: (num_microbatches * micro-batch, ...), the same on every pipeline rank.
-            targets: likewise, for ``loss_fn``.
-            kwargs: per-sample tensors that every stage's forward is given.
+            targets: as many samples, for ``loss_fn``.
+            kwargs: tensors of as many samples that every stage's forward is given.
 
         Returns:
             Scalar: the sum of micro-batch losses on ranks that hold the last stage, zero on others
             (``total_loss`` adds them up).
 
         Raises:
-            LayoutError: the batch cannot be cut into that many equal micro-batches, or the shapes between stages
-                cannot be found out.
+            LayoutError: the batch cannot be cut into that many equal micro-batches, its parts have different numbers
+                of samples, or the shapes between stages cannot be found out.
         """
+        for name, value in {"targets": targets, **kwargs}.items():
+            if not isinstance(value, Tensor) or not value.dim() or len(value) != len(inputs):
+                found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                raise LayoutError(
+                    f"step: {name} is {found}, expected a tensor of {len(inputs)} samples, as each micro-batch is "
+                    "given its own: what all samples share belongs into the model"
+                )
         if len(inputs) % self.num_microbatches:
             raise LayoutError(
                 f"a local batch of {len(inputs)} samples cannot be cut into {self.num_microbatches} equal "

@@ -1,6 +1,7 @@
 """Optimizer state as global tensors: where this rank's rows of a parameter stand in the whole of it."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from meshtron.parallel.axis import Axis
 from meshtron.parallel.buckets import Piece
-from meshtron.parallel.placement import contiguous_stride
+from meshtron.parallel.placement import contiguous_stride, local_part
 
 
 class StateLayout:
@@ -65,25 +66,44 @@ class StateLayout:
 def make_state(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
     """Make an optimizer create the state it has not made yet, as zeros: a step with zero gradients is taken back.
 
+    Some optimizers' state does not begin at zero (NAdam's); what nothing has been loaded into by the next step is
+    dropped then, so that the optimizer makes it itself.
+
     Args:
         optimizer: element-wise.
         parameters: all that it has.
     """
-    if all(optimizer.state.get(parameter) for parameter in parameters):
+    fresh = [parameter for parameter in parameters if not optimizer.state.get(parameter)]
+    if not fresh:
         return
     groups = optimizer.param_groups
     saved = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    kept = [(parameter.detach().clone(), parameter.grad) for parameter in parameters]
+    gradients = [(parameter, parameter.grad) for parameter in parameters]
+    values = [parameter.detach().clone() for parameter in fresh]
     for group in groups:
         group["lr"] = 0.0
-    for parameter in parameters:
+    for parameter, _ in gradients:
+        parameter.grad = None
+    for parameter in fresh:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    for group, values in zip(groups, saved, strict=True):
-        group.update(values)
-    for parameter, (value, gradient) in zip(parameters, kept, strict=True):
-        parameter.copy_(value)
+    for group, options in zip(groups, saved, strict=True):
+        group.update(options)
+    for parameter, gradient in gradients:
         parameter.grad = gradient
-        for state in optimizer.state[parameter].values():
-            if isinstance(state, Tensor):
-                state.zero_()
+    for parameter, value in zip(fresh, values, strict=True):
+        parameter.copy_(value)
+        for state in _tensors(optimizer, parameter):
+            state.zero_()
+
+    def forget_untouched(*_: Any) -> None:
+        hook.remove()
+        for parameter in fresh:
+            if not any(local_part(state).any() for state in _tensors(optimizer, parameter)):
+                optimizer.state.pop(parameter, None)
+
+    hook = optimizer.register_step_pre_hook(forget_untouched)
+
+
+def _tensors(optimizer: torch.optim.Optimizer, parameter: Tensor) -> list[Tensor]:
+    return [state for state in optimizer.state[parameter].values() if isinstance(state, Tensor)]

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from meshtron.errors import MeshtronError
 from meshtron.kernels.adamw import FusedAdamW
 from meshtron.parallel.axis import check_axes, named_axes
 from meshtron.parallel.buckets import Piece, cut_pieces, fill_buckets, write_parameters
@@ -35,6 +36,7 @@ from meshtron.parallel.tied import retie
 
 _BUCKET_BYTES = 64 << 20
 _MASTER = "master."
+_NOT_ELEMENT_WISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")  # of torch.optim
 
 
 class ZeroOptimizer:
@@ -48,7 +50,8 @@ class ZeroOptimizer:
             parameters in their final memory.
         mesh: a mesh that has axis ``dp`` and, where used, ``tp`` and ``pp``, or other names given in ``axes``; it may
             have more axes.
-        optimizer: an element-wise optimizer class; it is given fp32 tensors and ``defaults``.
+        optimizer: an element-wise optimizer class; it is given fp32 tensors and ``defaults``. The optimizer that is
+            made of it is ``inner``, for instance for torch's learning-rate schedulers.
         group_of: hyper-parameters of a parameter by global name and shape before sharding, to override
             ``defaults``; parameters with equal ones form a group.
         num_microbatches: backward passes in a step. Gradients are reduced as soon as that many have been; by default
@@ -66,7 +69,8 @@ class ZeroOptimizer:
         LayoutError: an axis of ``mesh`` has another name than ``axes`` says; a parameter is a DTensor over something
             else than the tp axis (as ``fully_shard`` makes it: then use torch's optimizers and ``clip_grad_norm``); a
             tied parameter is held by more than two pipeline ranks.
-        MeshtronError: a parameter is on the meta device, or is not contiguous.
+        MeshtronError: a parameter is on the meta device, or is not contiguous; the optimizer is known not to be
+            element-wise.
     """
 
     def __init__(
@@ -99,6 +103,11 @@ class ZeroOptimizer:
             self.stages, shards=self._shards, shard=self._dp.rank if self._shards > 1 else 0, dtype=grad_dtype
         )
         self.inner = optimizer(self._groups(group_of), **defaults)
+        if type(self.inner).__name__ in _NOT_ELEMENT_WISE:
+            raise MeshtronError(
+                f"{type(self.inner).__name__} looks at whole matrices, but each dp rank would give it some rows: use "
+                "an element-wise optimizer, or fully_shard in place of ZeroOptimizer"
+            )
         self._fused = self.inner if isinstance(self.inner, FusedAdamW) else None
         hands_over = self._fused is not None and self._dp.size == 1 and num_microbatches == 1
         if self._fused is not None:
