@@ -32,10 +32,11 @@ if TYPE_CHECKING:
     from meshtron.loss import CausalLMLoss
     from meshtron.mesh import Layout, build_mesh
     from meshtron.models.spec import ModelSpec, StageLayout
+    from meshtron.parallel.boundaries import Boundary
     from meshtron.parallel.clip import clip_grad_norm
     from meshtron.parallel.explain import explain
     from meshtron.parallel.packed import unpack_linear
-    from meshtron.parallel.pipeline import Boundary, pipeline_schedule, total_loss
+    from meshtron.parallel.pipeline import pipeline_schedule, total_loss
     from meshtron.parallel.stages import Stages, split_stages
     from meshtron.parallel.tensor import apply_tensor_parallel, check_plan
     from meshtron.parallel.zero import ZeroOptimizer
@@ -58,10 +59,11 @@ _HOMES = {
     "meshtron.loss": ("CausalLMLoss",),
     "meshtron.mesh": ("Layout", "build_mesh"),
     "meshtron.models.spec": ("ModelSpec", "StageLayout"),
+    "meshtron.parallel.boundaries": ("Boundary",),
     "meshtron.parallel.clip": ("clip_grad_norm",),
     "meshtron.parallel.explain": ("explain",),
     "meshtron.parallel.packed": ("unpack_linear",),
-    "meshtron.parallel.pipeline": ("Boundary", "pipeline_schedule", "total_loss"),
+    "meshtron.parallel.pipeline": ("pipeline_schedule", "total_loss"),
     "meshtron.parallel.stages": ("Stages", "split_stages"),
     "meshtron.parallel.tensor": ("apply_tensor_parallel", "check_plan"),
     "meshtron.parallel.zero": ("ZeroOptimizer",),

@@ -1,6 +1,7 @@
 """What crosses from one pipeline stage to the next: found by running each stage on tensors without values."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshtron.errors import LayoutError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boundary:
+    """What crosses the borders of stages for one micro-batch; only shape and dtype are read, meta tensors will do."""
+
+    inputs: Tensor
+    """Like the first stage's input."""
+    hidden: Tensor
+    """Like a hidden state between stages, on this rank (1/tp of the sequence under sequence parallelism)."""
+    output: Tensor
+    """Like the last stage's output, on this rank."""
 
 
 def find_boundaries(

@@ -1,7 +1,6 @@
 """Run a model's pipeline stages: under torch's schedules forward and backward, or forward only."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,25 +14,13 @@ from torch.distributed.pipelining.schedules import (
 
 from meshtron.errors import LayoutError
 from meshtron.parallel.axis import named_axes
-from meshtron.parallel.boundaries import find_boundaries
+from meshtron.parallel.boundaries import Boundary, find_boundaries
 from meshtron.parallel.pipeline_stage import ScheduledStage
 from meshtron.parallel.schedules import SCHEDULES, check_schedule, stage_indices
 from meshtron.parallel.stages import Stages, as_stages
 
 LossFunction = Callable[[Any, Any], Tensor]
 """``(last stage's output, target) -> scalar`` of one micro-batch."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Boundary:
-    """What crosses the borders of stages for one micro-batch; only shape and dtype are read, meta tensors will do."""
-
-    inputs: Tensor
-    """Like the first stage's input."""
-    hidden: Tensor
-    """Like a hidden state between stages, on this rank (1/tp of the sequence under sequence parallelism)."""
-    output: Tensor
-    """Like the last stage's output, on this rank."""
 
 
 def pipeline_schedule(

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from meshtron.errors import MeshtronError
 from meshtron.parallel.axis import Axis
 from meshtron.parallel.buckets import Piece
 from meshtron.parallel.placement import contiguous_stride, local_part
@@ -59,6 +60,16 @@ class StateLayout:
         shape = parameter.shape or torch.Size([1])
         return DTensor.from_local(
             tensor, mesh, placements, run_check=False, shape=shape, stride=contiguous_stride(shape)
+        )
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Raise MeshtronError for one of torch's optimizers that is not element-wise."""
+    name = type(optimizer).__name__
+    if name in ("Adafactor", "LBFGS", "Muon", "SparseAdam"):
+        raise MeshtronError(
+            f"{name} looks at whole matrices, but each dp rank would give it some rows: use an element-wise "
+            "optimizer, or fully_shard in place of ZeroOptimizer"
         )
 
 

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshtron.errors import MeshtronError
 from meshtron.kernels.adamw import FusedAdamW
 from meshtron.parallel.axis import check_axes, named_axes
 from meshtron.parallel.buckets import Piece, cut_pieces, fill_buckets, write_parameters
@@ -31,12 +30,11 @@ from meshtron.parallel.clip import owned_norm
 from meshtron.parallel.gradients import Gradients
 from meshtron.parallel.names import named_parameters
 from meshtron.parallel.stages import Stages, as_stages
-from meshtron.parallel.state import StateLayout, make_state
+from meshtron.parallel.state import StateLayout, check_elementwise, make_state
 from meshtron.parallel.tied import retie
 
 _BUCKET_BYTES = 64 << 20
 _MASTER = "master."
-_NOT_ELEMENT_WISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")  # of torch.optim
 
 
 class ZeroOptimizer:
@@ -103,11 +101,7 @@ class ZeroOptimizer:
             self.stages, shards=self._shards, shard=self._dp.rank if self._shards > 1 else 0, dtype=grad_dtype
         )
         self.inner = optimizer(self._groups(group_of), **defaults)
-        if type(self.inner).__name__ in _NOT_ELEMENT_WISE:
-            raise MeshtronError(
-                f"{type(self.inner).__name__} looks at whole matrices, but each dp rank would give it some rows: use "
-                "an element-wise optimizer, or fully_shard in place of ZeroOptimizer"
-            )
+        check_elementwise(self.inner)
         self._fused = self.inner if isinstance(self.inner, FusedAdamW) else None
         hands_over = self._fused is not None and self._dp.size == 1 and num_microbatches == 1
         if self._fused is not None:
@@ -136,8 +130,6 @@ class ZeroOptimizer:
     def num_microbatches(self) -> int | None:
         """Backward passes in a step, or None where nobody has said."""
         return self._num_microbatches or self.stages.num_microbatches
-
-    # -- construction ------------------------------------------------------------------------------------------
 
     def _prepare(self, inner: FusedAdamW) -> None:
         """Let gradients keep their own dtype, and parameters be written in the pass that updates their masters."""
@@ -232,13 +224,13 @@ class ZeroOptimizer:
         if only_if is not None and self._fused is not None:
             self._fused.only_if = only_if
         elif only_if is not None and not only_if:
-            return self.skip_step()
+            self.skip_step()
+            return
         self.reduce_gradients()
         self.inner.step()
         if self._fused is None or self._shards > 1:  # else parameters were written with their masters
             self.publish()
         self._gradients.begin_step()
-        return None
 
     def skip_step(self) -> None:
         """Drop the gradients of this step and leave weights and state as they are."""
