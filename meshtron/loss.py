@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from meshtron.errors import LayoutError
+from meshtron.parallel.axis import check_one_axis
 from meshtron.parallel.placement import shard_range
 
 IGNORE = -100
@@ -31,11 +32,16 @@ class CausalLMLoss:
         tp_mesh: one-dimensional mesh over which the last dim of the logits is sharded, or None. Logits that are whole
             all the same are taken as they are.
         denominator: number by which sums are divided, or a scalar tensor.
+
+    Raises:
+        LayoutError: ``tp_mesh`` has several axes.
     """
 
     def __init__(
         self, vocab_size: int, tp_mesh: DeviceMesh | None = None, *, denominator: float | Tensor = 1.0
     ) -> None:
+        if tp_mesh is not None:
+            check_one_axis(tp_mesh, "tp")
         sharded = tp_mesh is not None and tp_mesh.size() > 1
         self.vocab_size = vocab_size
         self.group = tp_mesh.get_group() if tp_mesh is not None and sharded else None

@@ -162,6 +162,10 @@ def what_is_said_of_other_meshes() -> list[str]:
         lambda: mt.clip_grad_norm(model, data, 1.0),
         lambda: mt.clip_grad_norm(stages, pipeline, 1.0),
         lambda: mt.total_loss(torch.zeros(()), data),
+        lambda: mt.split_stages(plain, pipeline, layers="blocks", first=["enter"], last=["leave"]),
+        lambda: mt.pipeline_schedule(plain, pipeline, num_microbatches=1, loss_fn=mlp.loss_fn),
+        lambda: mt.apply_tensor_parallel(plain, named, mlp.PLAN),
+        lambda: mt.CausalLMLoss(8, named),
     ):
         with pytest.raises(mt.LayoutError) as caught:
             call()
@@ -182,6 +186,10 @@ def test_a_mesh_that_would_be_misread_is_refused():
                 "the gradient of blocks.0.up.weight is a DTensor over model, expected only data",
                 "mesh axis 'pp' has 1 rank",
                 "the mesh has axes data, expected one of the name 'pp' or 'dp'",
+                'a mesh with axes stage, dp: expected one of them, as in mesh["pp"]',
+                'as in mesh["pp"]',
+                'a mesh with axes dp, model: expected one of them, as in mesh["tp"]',
+                'as in mesh["tp"]',
             ],
             strict=True,
         ):

@@ -217,6 +217,10 @@ def test_unpacking_refuses_what_does_not_fit():
         mt.unpack_linear(model, "0", parts=5)
     with pytest.raises(mt.PlanError, match="matches no module"):
         mt.unpack_linear(model, "1")
+    with pytest.raises(mt.PlanError, match="the model itself cannot be replaced"):
+        mt.unpack_linear(model[0], "")
+    with pytest.raises(mt.PlanError, match=r"'0': expected a style such as ColwiseParallel\(\), found 'colwise'"):
+        mt.check_plan(model, {"0": "colwise"}, 2)
     x, whole = torch.randn(2, 4), model[0]
     expected = whole(x)
     mt.unpack_linear(model, "0", parts=[4, 2, 6])

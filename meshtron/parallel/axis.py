@@ -56,6 +56,15 @@ def named_axes(mesh: DeviceMesh, names: Sequence[str], needed: Sequence[str]) ->
     return [Axis.of(mesh, name) for name in names]
 
 
+def check_one_axis(mesh: DeviceMesh, axis: str) -> None:
+    """Raise LayoutError for a mesh of several axes where one, such as ``axis``, is meant."""
+    if getattr(mesh, "ndim", 1) != 1:
+        raise LayoutError(
+            f"a mesh with axes {', '.join(mesh.mesh_dim_names or ['without names'])}: expected one of them, as in "
+            f'mesh["{axis}"]'
+        )
+
+
 def check_axes(what: str, tensor: Tensor, axes: Sequence[Axis]) -> list[str]:
     """Names of the mesh axes that a DTensor is on; none for a plain tensor.
 

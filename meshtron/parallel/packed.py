@@ -31,12 +31,14 @@ def unpack_linear(model: nn.Module, pattern: str, parts: int | Sequence[int] = 3
         parts: number of equal parts, or the rows of each, in order.
 
     Raises:
-        PlanError: the pattern names no ``nn.Linear``, or the parts do not make up its rows.
+        PlanError: the pattern names no ``nn.Linear`` inside the model, or the parts do not make up its rows.
     """
     modules = dict(matching_modules(model, pattern))
     if not modules:
         raise PlanError(f"unpack_linear: {pattern!r} matches no module of {type(model).__name__}")
     for name, module in modules.items():
+        if not name:
+            raise PlanError("unpack_linear: the model itself cannot be replaced: put it into another module")
         if not isinstance(module, nn.Linear):
             raise PlanError(f"unpack_linear: {name} is a {type(module).__name__}, expected nn.Linear")
         rows = module.out_features

@@ -13,7 +13,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from meshtron.errors import LayoutError
-from meshtron.parallel.axis import named_axes
+from meshtron.parallel.axis import check_one_axis, named_axes
 from meshtron.parallel.boundaries import Boundary, find_boundaries
 from meshtron.parallel.pipeline_stage import ScheduledStage
 from meshtron.parallel.schedules import SCHEDULES, check_schedule, stage_indices
@@ -52,7 +52,8 @@ def pipeline_schedule(
             for stages whose layers are recomputed or compiled, where that pass would compute all over again.
 
     Raises:
-        LayoutError: the schedule needs another number of micro-batches or other stages than there are.
+        LayoutError: an unknown schedule, one that needs another number of micro-batches or other stages than there
+            are, or a mesh of several axes.
     """
     return PipelineRunner(
         stages,
@@ -85,6 +86,7 @@ class PipelineRunner:
         self.split_backward = split_backward
         self.pp_mesh = pp_mesh
         self.schedule = schedule
+        check_one_axis(pp_mesh, "pp")
         pp, rank = pp_mesh.size(), pp_mesh.get_local_rank()
         self.indices = stage_indices(schedule, pp, rank, len(self.stages))
         self.num_stages = pp * len(self.stages)

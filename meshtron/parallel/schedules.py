@@ -23,7 +23,11 @@ def stage_indices(schedule: str, pp: int, rank: int, stages_per_rank: int) -> li
 
     Interleaved schedules deal stages out round and round (rank, rank + pp, ...), V-shaped ones there and back
     (rank, 2 * pp - 1 - rank).
+
+    Raises:
+        LayoutError: unknown schedule.
     """
+    check_known(schedule)
     if schedule in V_SHAPED:
         return [rank, 2 * pp - 1 - rank]
     return [rank + turn * pp for turn in range(stages_per_rank)]
@@ -34,10 +38,15 @@ def default_stages(schedule: str) -> int:
     return 1 if schedule in ONE_STAGE else 2
 
 
-def check_stages(schedule: str, stages_per_rank: int) -> None:
-    """Raise LayoutError for an unknown schedule, or a number of stages a rank that it does not run."""
+def check_known(schedule: str) -> None:
+    """Raise LayoutError for a schedule that there is not."""
     if schedule not in SCHEDULES:
         raise LayoutError(f"schedule {schedule!r}: expected one of {', '.join(SCHEDULES)}")
+
+
+def check_stages(schedule: str, stages_per_rank: int) -> None:
+    """Raise LayoutError for an unknown schedule, or a number of stages a rank that it does not run."""
+    check_known(schedule)
     if schedule in ONE_STAGE and stages_per_rank != 1:
         raise LayoutError(f"schedule {schedule} runs one stage a rank, found stages_per_rank = {stages_per_rank}")
     if schedule not in ONE_STAGE and stages_per_rank < 2:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshtron.errors import LayoutError
+from meshtron.parallel.axis import check_one_axis
 from meshtron.parallel.names import named_parameters, unwrapped
 from meshtron.parallel.schedules import check_stages, default_stages, stage_indices
 from meshtron.parallel.tied import find_ties
@@ -159,10 +160,11 @@ def split_stages(
             split by parameter count.
 
     Raises:
-        LayoutError: an unknown schedule, stages that it does not run, too few layers, ranges that are not those
-            layers, a part that the model does not have, one with parameters that is placed nowhere, or a model that
-            was compiled or wrapped as a whole.
+        LayoutError: a mesh of several axes, an unknown schedule, stages that it does not run, too few layers, ranges
+            that are not those layers, a part that the model does not have, one with parameters that is placed
+            nowhere, or a model that was compiled or wrapped as a whole.
     """
+    check_one_axis(pp_mesh, "pp")
     per_rank = default_stages(schedule) if stages_per_rank is None else stages_per_rank
     check_stages(schedule, per_rank)
     num_stages = pp_mesh.size() * per_rank

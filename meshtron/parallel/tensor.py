@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from meshtron.errors import PlanError
+from meshtron.parallel.axis import check_one_axis
 from meshtron.parallel.names import global_name, unwrapped
 from meshtron.parallel.placement import shard_range
 from meshtron.parallel.rehearsal import example_ids, rehearse
@@ -64,13 +65,15 @@ def check_plan(
             a model of a hundred layers).
 
     Raises:
-        PlanError: a key matches no module, or one of a kind that its style does not take; a sharded dim is not a
-            multiple of ``tp``, or a rank would get nothing of it; a column parallel module has no row parallel one
-            after it or the other way round; a forward pass does not fit one rank's shapes, or joins what is whole on
-            every rank with a rank's share.
+        PlanError: a value is no style; a key matches no module, or one of a kind that its style does not take; a
+            sharded dim is not a multiple of ``tp``, or a rank would get nothing of it; a column parallel module has
+            no row parallel one after it or the other way round; a forward pass does not fit one rank's shapes, or
+            joins what is whole on every rank with a rank's share.
     """
     styles: dict[str, ParallelStyle] = {}
     for pattern, style in plan.items():
+        if not isinstance(style, ParallelStyle):
+            raise PlanError(f"plan key {pattern!r}: expected a style such as ColwiseParallel(), found {style!r}")
         modules = list(matching_modules(model, pattern))
         if not modules:
             raise PlanError(
@@ -188,7 +191,11 @@ def apply_tensor_parallel(stages: Stages | nn.Module | Iterable[nn.Module], tp_m
         stages: a model, a stage, or all of this rank's stages, preferably on the meta device.
         tp_mesh: one-dimensional mesh.
         plan: module name pattern to style.
+
+    Raises:
+        LayoutError: a mesh of several axes.
     """
+    check_one_axis(tp_mesh, "tp")
     if tp_mesh.size() == 1:
         return
     stages = as_stages(stages)
