@@ -16,6 +16,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from checkpoint_mutations import CHECKPOINT_MUTATIONS
+
 ROOT = Path(__file__).parent.parent
 _COPIED = ("meshtron", "tests", "recipes", "examples", "pyproject.toml", "train.py", "generate.py")
 
@@ -160,6 +162,7 @@ MUTATIONS = (
         "only_if=finite",
         "tests/test_labels.py",
     ),
+    *(Mutation(*row) for row in CHECKPOINT_MUTATIONS),
 )
 
 
@@ -185,11 +188,11 @@ def fails(mutation: Mutation) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="mutations whose description has this in it")
+    parser.add_argument("--only", default="", help="mutations whose description, file or test has this in it")
     options = parser.parse_args()
     unnoticed = 0
     for mutation in MUTATIONS:
-        if options.only in mutation.what:
+        if any(options.only in text for text in (mutation.what, mutation.file, mutation.test)):
             noticed = fails(mutation)
             unnoticed += not noticed
             print(f"| {mutation.what} | `{mutation.test}` | {'fails' if noticed else 'STILL PASSES'} |", flush=True)
