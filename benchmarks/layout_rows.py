@@ -79,6 +79,8 @@ class Row:
 
 def rows(shapes: Sequence[str], gpus: int) -> list[Row]:
     """The layouts that are measured, those that matter most first."""
+    if gpus == 1:
+        return [Row(shape=shape) for shape in shapes if SHAPES[shape].on_one]
     found = []
     for shape in shapes:
         found += [Row(shape=shape)] if SHAPES[shape].on_one else []

@@ -87,6 +87,10 @@ class Bench:
     def left(self) -> float:
         return self.deadline - time.monotonic()
 
+    def why(self, log: Path) -> str:
+        """What ended the program that wrote ``log``."""
+        return last_lines(log) if self.left() > 0 else "cut off: no time left"
+
     def tiny(self, run_dir: Path, overrides: Sequence[str]) -> str:
         """A file with the tiny recipe on random shards."""
         base = [f"run.device={self.device}", f"run.dir={run_dir}", "training.global_batch_size=16", *overrides]
@@ -125,8 +129,7 @@ class Bench:
                 found = json.loads(path.read_text())["meshtron"]
                 table[row.name] = {"row": row.__dict__, "total": found["tokens_per_s"] * row.ranks, **found}
             else:
-                why = last_lines(log) if self.left() > 0 else "cut off: no time left"
-                table[row.name] = {"row": row.__dict__, "error": why}
+                table[row.name] = {"row": row.__dict__, "error": self.why(log)}
             print(f"{row.name}: {table[row.name].get('total', table[row.name].get('error'))}", flush=True)
 
     def torchtitan(self) -> None:
@@ -149,7 +152,7 @@ class Bench:
         log = self.folder / "checkpoint.log"
         command = [sys.executable, str(HERE / "checkpoint.py"), "--device", self.device, "--ranks", str(self.gpus)]
         whole = run([*command, "--gib", "4" if self.device == "cuda" else "0.1", "--repeats", "2"], self.left(), log)
-        self.results["checkpoint"] = {"table": log.read_text().splitlines()[-3:] if whole else last_lines(log)}
+        self.results["checkpoint"] = {"table": log.read_text().splitlines()[-3:] if whole else self.why(log)}
         steps = ["training.steps=8", "checkpoint.interval=4", "metrics.log_interval=1"]
         first = [*steps, f"parallel.dp={self.gpus}"]
         went_on = self.train("went-on", first)
@@ -170,7 +173,7 @@ class Bench:
         log = self.folder / f"{name}.log"
         recipe = self.tiny(self.folder / name, overrides)
         if not run(torchrun(self.gpus, "train.py", recipe), self.left(), log):
-            raise RuntimeError(f"{name}: {last_lines(log)}")
+            raise RuntimeError(f"{name}: {self.why(log)}")
         lines = (self.folder / name / "metrics.jsonl").read_text().splitlines()
         return {line["step"]: line["loss"] for line in map(json.loads, lines)}
 

@@ -19,6 +19,7 @@ def test_communication_is_exposed_where_no_other_kernel_runs():
 
 def test_layouts_fill_the_ranks_and_bubbles_are_those_of_1f1b():
     assert list(layouts(4)) == ["1x1x4", "1x2x2", "1x4x1", "2x1x2", "2x2x1", "4x1x1"]
+    assert [row.name for row in rows(["1b", "8b"], 1)] == ["1b 1x1x1"]
     assert all(row.ranks in (1, 8) for row in rows(["1b", "8b"], 8))
     four_stages = Row(shape="1b", pp=4)
     assert four_stages.bubble(gpus=4) == 8 / (8 + 3)
