@@ -1,6 +1,6 @@
 """Random combinations of options, each compared with plain torch on one process.
 
-    python benchmarks/parity_matrix.py [--rows 100] [--seed 0]
+    python benchmarks/parity_matrix.py [--rows 100] [--seed 0] [--schedules ZBVZeroBubble,DualPipeV]
 
 The tests hold a small table in which every two options meet (tests/test_combinations.py); this draws any number of
 rows from a wider one, and exits with status 1 if a row differs by more than 1e-5 in float32 or 1e-10 in float64.
@@ -78,13 +78,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=100, help="combinations to run")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
+    parser.add_argument("--schedules", default="", help="draw rows with these only, separated by commas")
     options = parser.parse_args()
+    wanted = options.schedules.split(",") if options.schedules else []
     rng, refused, wrong = random.Random(options.seed), 0, 0
     worst = dict.fromkeys(TOLERANCE, 0.0)
     done: Counter[str] = Counter()
     schedules: Counter[str] = Counter()
     while done.total() < options.rows:
         row = draw(rng)
+        if wanted and row["mesh"].partition(" ")[2] not in wanted:
+            continue
         try:
             recipe_of(row).resolve(world_size(row))
         except MeshtronError:

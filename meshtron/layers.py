@@ -124,7 +124,13 @@ def compile_layers(layers: Iterable[nn.Module], *, tensor_parallel: bool) -> Non
             layers are given copies of their inputs: of one that comes straight out of another planned module's hook
             (the embedding's) no backward pass is compiled ("no attribute '_local_tensor'", torch 2.11 to 2.13).
     """
+    from torch._dynamo import config  # takes seconds to import
+
     layers = list(layers)
+    # torch gives up on a function after 8 versions and runs it uncompiled. Layers that differ in a number need one
+    # each, and all have several: for other lengths of the sequence, and for validation.
+    config.recompile_limit = max(config.recompile_limit, 8 * len(layers))
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 16 * len(layers))
     for layer in layers:
         layer.compile(dynamic=False)
     if tensor_parallel:

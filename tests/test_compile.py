@@ -66,6 +66,27 @@ def test_layers_share_one_compiled_graph_which_is_not_compiled_again(mesh, modes
             torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
 
 
+class Numbered(nn.Module):
+    """A layer whose forward pass depends on its number, so that no two share code."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.mix = number, nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mix(x) / (1 + self.number)
+
+
+def test_all_layers_are_compiled_where_no_two_are_alike():
+    torch._dynamo.reset()
+    counters.clear()
+    layers = nn.Sequential(*(Numbered(number) for number in range(10)))
+    with mock.patch.object(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend=EAGER)):
+        prepare_layers(layers, "none", compiled=True, tensor_parallel=False)
+    layers(torch.ones(2, 4)).sum().backward()
+    assert counters["stats"]["unique_graphs"] == 10
+
+
 class Flat(nn.Module):
     """A layer of linear maps only: no part of it has parts."""
 

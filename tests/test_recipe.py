@@ -196,6 +196,12 @@ def test_wrong_value_is_refused(path, override, message):
             1,
             '2 layers of each stage, but training.activation_checkpointing is "none": set it',
         ),
+        (
+            ["lr_schedule.kind=wsd", "lr_schedule.warmup_steps=2", "lr_schedule.decay_steps=9"],
+            1,
+            "lr_schedule.decay_steps: 9, but training.steps(10) - warmup_steps(2) = 8: wsd comes down from the peak",
+        ),
+        (["profile.steps=11:12"], 1, "profile.steps: tracing begins at step 11, after the last one, 10"),
         (["model.max_position_embeddings=4"], 1, "8 tokens, but model.max_position_embeddings is 4"),
     ],
 )

@@ -9,13 +9,14 @@ if TYPE_CHECKING:
     from meshtron.recipe.sections import Recipe
 
 ONE_STAGE_SCHEDULES = ("AFAB", "1F1B")
+LATE_DECAYS = ("wsd", "1-sqrt")  # kinds of lr_schedule that hold the peak and decay at the end of the run
 V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")  # each rank holds a stage of the way down and one of the way up
 
 
 def resolve(recipe: "Recipe", world_size: int) -> "Recipe":
     """See ``Recipe.resolve``."""
     dp, problems = _data_parallel(recipe, world_size)
-    problems += _model_problems(recipe) + _data_problems(recipe)
+    problems += _model_problems(recipe) + _data_problems(recipe) + _length_problems(recipe)
     if dp:
         problems += _batch_problems(recipe, dp)
     if problems:
@@ -23,7 +24,7 @@ def resolve(recipe: "Recipe", world_size: int) -> "Recipe":
     model, training, schedule = recipe.model, recipe.training, recipe.lr_schedule
     longest = max([training.seq_len, *(stage.seq_len for stage in recipe.data.stages)])
     rest = max(training.steps - schedule.warmup_steps, 1)
-    final = max(training.steps // 5, 1) if schedule.kind in ("wsd", "1-sqrt") else rest
+    final = min(max(training.steps // 5, 1), rest) if schedule.kind in LATE_DECAYS else rest
     derived: dict[str, dict[str, Any]] = {
         "parallel": {"dp": dp},
         "model": {"max_position_embeddings": model.max_position_embeddings or longest},
@@ -53,6 +54,22 @@ def _data_problems(recipe: "Recipe") -> list[str]:
     streamed = next((path for path in trained if path.startswith("hf:")), None)
     if streamed and not recipe.tokenizer.path:
         problems.append(f"tokenizer.path: missing; {streamed} is tokenized while it is read")
+    return problems
+
+
+def _length_problems(recipe: "Recipe") -> list[str]:
+    """What the number of steps leaves no room for."""
+    steps, schedule, problems = recipe.training.steps, recipe.lr_schedule, []
+    rest = steps - schedule.warmup_steps
+    if schedule.kind in LATE_DECAYS and schedule.decay_steps > max(rest, 1):
+        problems.append(
+            f"lr_schedule.decay_steps: {schedule.decay_steps}, but training.steps({steps}) - "
+            f"warmup_steps({schedule.warmup_steps}) = {rest}: {schedule.kind} comes down from the peak over the last "
+            "decay_steps of the run; lower it, or use 0 for a fifth of the run"
+        )
+    first = int(recipe.profile.steps.partition(":")[0] or 0)
+    if first > steps:
+        problems.append(f"profile.steps: tracing begins at step {first}, after the last one, {steps}")
     return problems
 
 
