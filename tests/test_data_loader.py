@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-import time
+import threading
 
 import numpy as np
 import pytest
@@ -219,26 +219,31 @@ def test_validation_covers_the_set_once_and_pads_the_last_batch():
 
 
 class Stalling(Numbered):
-    """Every eighth batch of four takes 50 ms, as a slow disk would."""
+    """From the 17th sample on, each waits for ``goes_on``, as for a disk that does not answer."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.calls, self.stands, self.goes_on = 0, threading.Event(), threading.Event()
 
     def __getitem__(self, index):
-        self.calls = getattr(self, "calls", 0) + 1
-        if self.calls % 32 == 0:
-            time.sleep(0.05)
+        self.calls += 1
+        if self.calls > 16:
+            self.stands.set()
+            assert self.goes_on.wait(timeout=60)
         return super().__getitem__(index)
 
 
 def test_prefetch_hides_a_stall():
-    source = Source(key="a", dataset=Stalling(1000))
+    data = Stalling(1000)
+    source = Source(key="a", dataset=data)
     with TrainStream([Stage(seq_len=4, sources=(source,))], global_batch_size=4, seed=0, prefetch=8) as stream:
         stream.batch(0)
-        waits = []
-        for step in range(1, 33):
-            time.sleep(0.02)
+        assert data.stands.wait(timeout=60)
+        for step in (1, 2, 3):
             stream.batch(4 * step)
-            waits.append(stream.wait_s)
-    assert source.dataset.calls >= 4 * 33
-    assert sum(waits) < 0.05  # of at least 0.2 s of stalls
+        assert data.calls == 17  # three batches came while the source stood still
+        data.goes_on.set()
+        assert len(stream.batch(16).tokens) == 4
 
 
 def test_an_error_in_the_thread_reaches_the_caller(tmp_path):

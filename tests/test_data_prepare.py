@@ -231,6 +231,14 @@ def test_bad_input_is_named_or_skipped_and_counted(tmp_path, tokenizer):
         prepare_corpus(sources, tmp_path / "fewer", dataclasses.replace(strict, skip_bad=len(cases) - 1))
 
 
+def test_archives_that_are_not_read_are_refused_rather_than_read_as_text(tmp_path, tokenizer):
+    (tmp_path / "a.jsonl.BZ2").write_bytes(b"BZh9")
+    with pytest.raises(
+        DataError, match=r"a\.jsonl\.BZ2: \.BZ2 files are not read; expected plain files, \.gz or \.zst"
+    ):
+        prepare_corpus([str(tmp_path / "a.jsonl.BZ2")], tmp_path / "out", PrepareOptions(tokenizer=tokenizer))
+
+
 def test_the_tokenizers_own_separators_do_not_double_ours(tmp_path, tokenizer):
     from tokenizers import Tokenizer, processors
 

@@ -31,6 +31,7 @@ _SCRIPTS = (".css", ".rb", ".php", ".lua", ".sh", ".sql")
 TEXT_SUFFIXES = _PROSE + _CODE + _SCRIPTS
 RECORD_SUFFIXES = (".jsonl", ".json", ".parquet")
 COMPRESSED_SUFFIXES = (".gz", ".zst")
+UNREAD_SUFFIXES = (".7z", ".br", ".bz2", ".lz4", ".lzma", ".rar", ".tar", ".tgz", ".xz", ".zip")
 DEFAULT_INCLUDE = tuple(f"*{suffix}" for suffix in TEXT_SUFFIXES + RECORD_SUFFIXES)
 DEFAULT_EXCLUDE = (".*", "__pycache__", "site-packages", "dist-packages", "node_modules", "test", "tests")
 
@@ -67,7 +68,7 @@ def find_files(sources: Sequence[str], selection: Selection) -> list[TextFile]:
         selection: which files of folders count.
 
     Raises:
-        DataError: a source names nothing, or a file is named twice.
+        DataError: a source names nothing, a file is named twice, or compressed in a way that is not read.
     """
     found: list[TextFile] = []
     for source in sources:
@@ -128,6 +129,11 @@ def _is_dataset(folder: Path) -> bool:
 def _describe(path: Path) -> TextFile:
     if path.is_dir():
         return TextFile(path=str(path), kind="dataset")
+    if path.suffix.lower() in UNREAD_SUFFIXES:
+        raise DataError(
+            f"{path}: {path.suffix} files are not read; expected plain files, {' or '.join(COMPRESSED_SUFFIXES)}: "
+            "unpack it first"
+        )
     suffix = Path(_uncompressed(path)).suffix
     kind = suffix[1:] if suffix in RECORD_SUFFIXES else "text"
     status = path.stat()
