@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import meshtron as mt
@@ -220,31 +220,78 @@ def test_a_rank_whose_stage_is_frozen_takes_part_in_the_norm(kind):
     assert not first[1]
 
 
-def with_fully_shard() -> tuple[list[float], dict[str, torch.Tensor]]:
-    mesh = mt.build_mesh(mt.Layout(dp=2, tp=2), "cpu")
-    model = sharded_model(mesh, "tp")
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
+def fully_sharded(layout: str) -> tuple[DeviceMesh, mt.Stages, torch.optim.Optimizer]:
+    mesh = mt.build_mesh(mt.Layout.parse(layout), "cpu")
+    with torch.device("meta"):
+        model = mlp.Regressor()
+    stages = mt.split_stages(model, mesh["pp"], layers="blocks", first=["enter"], last=["leave"])
+    mt.apply_tensor_parallel(stages, mesh["tp"], mlp.PLAN)
+    mt.init_weights(stages, seed=0, std=0.2, device="cpu", dtype=torch.float64)
+    for stage in stages:
+        for block in stage.blocks:
+            fully_shard(block, mesh=mesh["dp"])
+        fully_shard(stage, mesh=mesh["dp"])
     kind, options = OPTIMIZERS["adamw"]
-    optimizer = kind(model.parameters(), foreach=False, **options)
-    rank, norms = mesh.get_local_rank("dp"), []
-    for step in range(STEPS):
-        x, y = (part.double().chunk(2)[rank] for part in mlp.batch_of(step))
+    return mesh, stages, kind([p for s in stages for p in s.parameters()], foreach=False, **options)
+
+
+def with_fully_shard(layout: str, folder: str = "", resume: bool = False):
+    """Steps with torch's optimizer; of a resumed run those after the first."""
+    mesh, stages, optimizer = fully_sharded(layout)
+    state = {"stages": stages, "optimizer": optimizer, "step": 0}
+    if resume:
+        mt.load(folder, state)
+    dp, rank, norms = mesh["dp"].size(), mesh.get_local_rank("dp"), []
+    like = torch.empty(mlp.BATCH // dp // 4, 16, dtype=torch.float64, device="meta")
+    runner = mt.pipeline_schedule(
+        stages,
+        mesh["pp"],
+        num_microbatches=4,
+        loss_fn=lambda output, y: mlp.loss_fn(output, y) * dp,  # fully_shard takes the mean over dp
+        boundary=mt.Boundary(inputs=like[:, :8], hidden=like, output=like[:, :1]),
+    )
+    for step in range(state["step"], STEPS):
+        x, y = (part.double().chunk(dp)[rank] for part in mlp.batch_of(step))
         optimizer.zero_grad()
-        (mlp.loss_fn(model(x), y) * 2).backward()  # fully_shard takes the mean over dp
-        norms.append(mt.clip_grad_norm(model, mesh, 0.5).item())
+        runner.step(x, y)
+        norms.append(mt.clip_grad_norm(stages, mesh, 0.5).item())
         optimizer.step()
-    return norms, {key: whole(value) for key, value in model.named_parameters()}
+        state["step"] += 1
+        if folder and state["step"] == 1:
+            mt.save(folder, state)
+    return norms, {key: whole(value) for key, value in named_parameters(stages)}
 
 
-def test_fully_shard_in_place_of_zero_with_clipping_over_both_axes():
+def refused_with_fully_shard() -> list[str]:
+    mesh, stages, _ = fully_sharded("2x1x1")
+    said = []
+    runner = mt.pipeline_schedule(stages, mesh["pp"], num_microbatches=4, loss_fn=mlp.loss_fn)
+    with pytest.raises(mt.LayoutError) as caught:
+        runner.step(torch.ones(4, 8).double(), torch.ones(4, 1).double())
+    said.append(str(caught.value))
+    with pytest.raises(mt.LayoutError) as caught:
+        mt.pipeline_schedule([*stages] * 2, mesh["pp"], "ZBVZeroBubble", num_microbatches=4, loss_fn=mlp.loss_fn)
+    return [*said, str(caught.value)]
+
+
+def test_what_fully_shard_does_not_take_is_refused():
+    for shapes, schedule in run_ranks(refused_with_fully_shard, 2):
+        assert "fully_shard would gather weights without values" in shapes
+        assert "boundary=Boundary(" in shapes
+        assert "split_backward=False" in schedule
+
+
+@pytest.mark.parametrize("layout", ["1x2x2", "2x2x1"])
+def test_fully_shard_in_place_of_zero_with_clipping_over_all_axes(layout, tmp_path):
     norms, weights = plain_run("adamw", max_norm=0.5)
-    for ours_norms, ours in run_ranks(with_fully_shard, 4):
-        torch.testing.assert_close(ours_norms, norms, rtol=1e-12, atol=0)
+    assert norms[0] > 0.5
+    runs = run_ranks(with_fully_shard, 4, layout, str(tmp_path))
+    resumed = run_ranks(with_fully_shard, 2, "1x2x1", str(tmp_path), True)
+    for ours_norms, ours in [*runs, *resumed]:
+        torch.testing.assert_close(ours_norms, norms[-len(ours_norms) :], rtol=1e-12, atol=0)
         for key, weight in ours.items():
             torch.testing.assert_close(weight, weights[key], rtol=0, atol=1e-12, msg=key)
-    assert norms[0] > 0.5
+    assert len(resumed[0][0]) == STEPS - 1
 
 
 def pipeline_alone(given: bool) -> float:

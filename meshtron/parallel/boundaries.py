@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from meshtron.errors import LayoutError
@@ -77,9 +78,16 @@ def find_boundaries(
     return borders
 
 
+def under_fully_shard(stage: nn.Module) -> bool:
+    """Whether ``fully_shard`` was applied to the stage or a part of it."""
+    return any(isinstance(module, FSDPModule) for module in stage.modules())
+
+
 def _output_of(
     stage: nn.Module, like: Tensor, device: torch.device, kwargs: Mapping[str, Any]
 ) -> tuple[torch.Size, torch.dtype]:
+    if under_fully_shard(stage):
+        raise TypeError("fully_shard would gather weights without values, and keep them")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.no_grad(), torch.compiler.set_stance("force_eager"):
         given = {

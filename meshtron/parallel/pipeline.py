@@ -14,9 +14,9 @@ from torch.distributed.pipelining.schedules import (
 
 from meshtron.errors import LayoutError
 from meshtron.parallel.axis import check_one_axis, named_axes
-from meshtron.parallel.boundaries import Boundary, find_boundaries
+from meshtron.parallel.boundaries import Boundary, find_boundaries, under_fully_shard
 from meshtron.parallel.pipeline_stage import ScheduledStage
-from meshtron.parallel.schedules import SCHEDULES, check_schedule, stage_indices
+from meshtron.parallel.schedules import SCHEDULES, ZERO_BUBBLE, check_schedule, stage_indices
 from meshtron.parallel.stages import Stages, as_stages
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -49,11 +49,12 @@ def pipeline_schedule(
         boundary: shapes at the borders of stages; by default they are found when the first batch comes, by running
             each stage once without computing anything.
         split_backward: whether zero-bubble schedules may compute gradients of weights in a pass of their own. False
-            for stages whose layers are recomputed or compiled, where that pass would compute all over again.
+            for stages whose layers are recomputed or compiled, where that pass would compute all over again, or are
+            under ``fully_shard``.
 
     Raises:
         LayoutError: an unknown schedule, one that needs another number of micro-batches or other stages than there
-            are, or a mesh of several axes.
+            are, one that does not go with ``fully_shard``, or a mesh of several axes.
     """
     return PipelineRunner(
         stages,
@@ -97,6 +98,11 @@ class PipelineRunner:
             raise LayoutError(f"num_microbatches = {num_microbatches}: expected at least 1")
         if self.num_stages > 1:
             check_schedule(schedule, pp, len(self.stages), num_microbatches)
+        if split_backward and schedule in ZERO_BUBBLE and any(under_fully_shard(stage) for stage in self.stages):
+            raise LayoutError(
+                f"schedule {schedule} computes gradients of weights where fully_shard does not see them: set "
+                "split_backward=False, or take another schedule or ZeroOptimizer"
+            )
         if isinstance(stages, Stages) and self.indices != stages.indices:
             raise LayoutError(
                 f"schedule {schedule} runs stages {self.indices} on this rank, which holds {stages.indices}: give "
