@@ -171,6 +171,11 @@ def largest_where_one_rank_has_nan() -> float:
     return owned_norm([gradient], [Axis.of(mesh, "pp")], math.inf, "cpu").item()
 
 
+def test_a_norm_of_another_order_is_refused():
+    with pytest.raises(MeshtronError, match=r"norm_type = 1.0: expected 2.0 or inf"):
+        owned_norm([], [], 1.0, "cpu")
+
+
 def test_ranks_agree_that_an_inf_norm_is_not_finite():
     assert run_ranks(largest_where_one_rank_has_nan, 2) == [math.inf] * 2
 

@@ -8,7 +8,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from meshtron.errors import LayoutError
+from meshtron.errors import LayoutError, MeshtronError
 from meshtron.kernels.adamw import sum_of_squares
 from meshtron.parallel.axis import Axis, check_axes, named_axes
 from meshtron.parallel.names import named_parameters
@@ -24,7 +24,12 @@ def owned_norm(counted: list[Tensor], axes: Iterable[Axis], norm_type: float, de
         axes: mesh axes over which ranks are added up.
         norm_type: 2.0, or ``inf`` for the largest absolute value.
         device: of the result where ``counted`` is empty.
+
+    Raises:
+        MeshtronError: another ``norm_type``.
     """
+    if norm_type not in (2.0, float("inf")):
+        raise MeshtronError(f"norm_type = {norm_type}: expected 2.0 or inf")
     infinite = norm_type == float("inf")
     total = torch.zeros((), dtype=torch.float64, device=device)
     if counted and not infinite:
@@ -67,6 +72,7 @@ def clip_grad_norm(
     Raises:
         LayoutError: parameters are to be trained and none has a gradient in ``.grad``; a gradient is a DTensor over
             other ranks than those of an axis of ``mesh`` of the same name; the mesh's axes have no names.
+        MeshtronError: another ``norm_type``.
     """
     stages = as_stages(stages)
     names = mesh.mesh_dim_names or ()

@@ -36,7 +36,8 @@ def pipeline_schedule(
     """A runner of this rank's stages under a pipeline schedule; with one stage in all, a loop over micro-batches.
 
     Gradients are those of the sum of all micro-batch losses: divide in ``loss_fn`` by what belongs to the global
-    batch (its number of valid tokens, say), and neither micro-batches nor dp change them.
+    batch (its number of valid tokens, say), and neither micro-batches nor dp change them. Where two pipeline ranks
+    hold copies of a tied parameter, each gets its part of the gradient; only ``ZeroOptimizer`` adds them up.
 
     Args:
         stages: from ``split_stages``, with tensor parallelism applied and weights in place. A plain list is this

@@ -180,7 +180,7 @@ class ZeroOptimizer:
 
         Args:
             max_norm: None only measures.
-            norm_type: 2.0, or ``inf`` for the largest absolute value.
+            norm_type: 2.0, or ``inf`` for the largest absolute value; a MeshtronError for others.
 
         Returns:
             Scalar tensor with the norm before scaling, equal on all ranks of the mesh.
