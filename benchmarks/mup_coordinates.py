@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from meshtron.initialize import init_weights
-from meshtron.models.llama import LlamaSpec
+from meshtron.models.llama_spec import LlamaSpec
 from meshtron.optim import parameter_options
 
 BASE, HEAD_DIM, VOCAB = 64, 16, 128

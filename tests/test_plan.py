@@ -12,7 +12,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
 
 import meshtron as mt
-from meshtron.models.llama import Llama, LlamaSpec, tensor_parallel_plan
+from meshtron.models.llama import Llama, tensor_parallel_plan
+from meshtron.models.llama_spec import LlamaSpec
 from meshtron.testing import run_ranks
 from tests.layouts import small_config
 from tests.test_gpt2 import example

@@ -5,7 +5,8 @@ import torch
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from meshtron.errors import PlanError
-from meshtron.models.llama import Llama, LlamaSpec, tensor_parallel_plan
+from meshtron.models.llama import Llama, tensor_parallel_plan
+from meshtron.models.llama_spec import LlamaSpec
 from meshtron.parallel.tensor import check_plan
 from tests.layouts import small_config
 
@@ -34,5 +35,5 @@ def test_a_dim_that_does_not_divide_names_size_and_choices():
 
 
 def test_a_vocabulary_smaller_than_tp_is_refused():
-    with pytest.raises(PlanError, match="3 does not divide by tp = 4"):
+    with pytest.raises(PlanError, match="3 leaves nothing for the last rank of tp = 4"):
         check_plan(model(vocab_size=3), tensor_parallel_plan(), 4, uneven=LlamaSpec.uneven)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 
 from meshtron.errors import RecipeError
-from meshtron.models.llama import LlamaSpec
+from meshtron.models.llama_spec import LlamaSpec
 from meshtron.models.spec import ModelSpec, StageLayout
 
 # What every model of a family has; what varies within one (sizes, rope, sliding_window, attention_bias, tied weights)

@@ -10,9 +10,8 @@ parallel rank's share of them.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
-from meshtron.models import mup
-from meshtron.models.attention import Attend, attention_backend, causal_attention
+from meshtron.models.attention import Attend, causal_attention
 from meshtron.models.documents import document_mask
 from meshtron.models.rope import RopeScaling, apply_rope, rope_table
 from meshtron.models.spec import StageLayout
@@ -268,49 +266,3 @@ def config_of(model: Mapping[str, Any]) -> LlamaConfig:
     if isinstance(values.get("rope_scaling"), Mapping):
         values["rope_scaling"] = RopeScaling(**values["rope_scaling"])
     return LlamaConfig(**values)
-
-
-def width_factor(model: Mapping[str, Any]) -> float:
-    """How many times wider than ``mup_base_width`` a recipe's [model] section is; 1 without muP."""
-    base = model.get("mup_base_width") or 0
-    return model["hidden_size"] / base if base else 1.0
-
-
-class LlamaSpec:
-    """Llama and its relatives as a recipe sees them (``ModelSpec``).
-
-    Args:
-        options: fields of ``LlamaConfig`` that every model of the family has.
-    """
-
-    stages = STAGES
-    # Embedding and head: DTensor and the loss know the vocabulary's real size, so shards may be uneven.
-    uneven: tuple[str, ...] = ("embed_tokens", "lm_head")
-
-    def __init__(self, **options: Any) -> None:
-        self.options = options
-
-    def config(self, model: Mapping[str, Any]) -> LlamaConfig:
-        """``config_of`` the section with the family's options."""
-        return config_of({**model, **self.options})
-
-    def build(self, model: Mapping[str, Any]) -> nn.Module:
-        """A Llama of the section's sizes."""
-        return Llama(self.config(model), attention_backend(model.get("attention", "auto")))
-
-    def plan(self, model: Mapping[str, Any], sequence_parallel: bool) -> dict[str, ParallelStyle]:
-        """``tensor_parallel_plan``."""
-        return tensor_parallel_plan(sequence_parallel, qk_norm=self.config(model).qk_norm)
-
-    def init_std(self, model: Mapping[str, Any]) -> Callable[[str], float]:
-        """``init_std`` by parameter name, times muP's factor where ``mup_base_width`` is set."""
-        config, m = self.config(model), width_factor(model)
-        return lambda name: init_std(config, name) * mup.init_factor(name, m)
-
-    def lr_scale(self, model: Mapping[str, Any]) -> Callable[[str], float]:
-        """muP's factor on the learning rate by parameter name; 1 where ``mup_base_width`` is 0."""
-        return partial(mup.lr_factor, m=width_factor(model))
-
-    def flops_per_token(self, model: Mapping[str, Any], sequence: int) -> int:
-        """``flops_per_token``."""
-        return flops_per_token(self.config(model), sequence)
