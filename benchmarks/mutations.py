@@ -149,6 +149,20 @@ MUTATIONS = (
         "tests/test_padding.py",
     ),
     Mutation(
+        "a weight pass computes recomputed layers again",
+        "meshtron/build.py",
+        "        split_backward=not whole_backward,\n",
+        "",
+        "tests/test_guarantees.py -k zero_bubble",
+    ),
+    Mutation(
+        "only eight layers that differ are compiled",
+        "meshtron/layers.py",
+        "max(config.recompile_limit, 8 * len(layers))",
+        "8",
+        "tests/test_compile.py -k alike",
+    ),
+    Mutation(
         "layers share no compiled code",
         "meshtron/layers.py",
         "        if (kind, method, prefix) not in _subclasses:",
