@@ -1,8 +1,6 @@
 """Continue prompts: `[torchrun --nproc-per-node N] generate.py CHECKPOINT --prompt TEXT [parallel.tp=2 ...]`."""
 
-import sys
-
 from meshtron.cli import generate_main
 
 if __name__ == "__main__":
-    sys.exit(generate_main())
+    generate_main()

@@ -22,7 +22,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshtron.cli import train_main
+from meshtron.launch import reported_errors
+from meshtron.loop import train
+from meshtron.recipe import load_recipe
 
 WINDOW = 25
 
@@ -43,7 +45,7 @@ class Float32Products(TorchDispatchMode):
 
 def losses(recipe: str, folder: Path, overrides: Sequence[str]) -> torch.Tensor:
     """The loss of each step of a run in ``folder``, which is made first where it has not been."""
-    train_main([recipe, *overrides, f"run.dir={folder}", "metrics.log_interval=1"])
+    train(load_recipe(recipe, [*overrides, f"run.dir={folder}", "metrics.log_interval=1"]))
     gc.collect()  # models and their hooks hold one another; a GPU's memory is wanted for the next run
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return torch.tensor([json.loads(line)["loss"] for line in lines], dtype=torch.float64)
@@ -82,7 +84,7 @@ def main() -> None:
     parser.add_argument("--early-steps", type=int, default=50, help="how long that is, default %(default)s")
     parser.add_argument("--float32-products", action="store_true", help="see Float32Products")
     options = parser.parse_intermixed_args()
-    with Float32Products() if options.float32_products else nullcontext():
+    with reported_errors(), Float32Products() if options.float32_products else nullcontext():
         base, *others = (
             losses(options.recipe, options.dir / str(number), [*options.overrides, *keys.split()])
             for number, keys in enumerate([options.base, *options.against])

@@ -23,8 +23,9 @@ def list_steps(path: CheckpointPath) -> None:
     """Print every step with its age, size and layout, and whether it is whole; hashes are not computed."""
     from meshtron.checkpoint.manifest import read_manifest, unwhole
 
+    folders = step_folders(path)
     print(f"{'step':>10}  {'age':>8}  {'size':>10}  {'layout':>8}  state")
-    for folder in step_folders(path):
+    for folder in folders:
         try:
             manifest = read_manifest(folder)
             age, size = f"{_age(manifest.saved_at):>8}", f"{_size(manifest.size_bytes):>10}"
@@ -100,7 +101,8 @@ def step_folders(path: Path) -> list[Path]:
     for folder in (path, path / "checkpoints"):
         if steps := named_steps(folder):
             return [step_folder(folder, step) for step in steps]
-    raise CheckpointError(f"{path}: holds no checkpoint; expected a step folder or a run's folder")
+    found = "holds no checkpoint" if path.exists() else "not there"
+    raise CheckpointError(f"{path}: {found}; expected a step folder or a run's folder")
 
 
 def _age(since: float) -> str:

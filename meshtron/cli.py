@@ -7,7 +7,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +27,6 @@ _UsageError: Any = typer.BadParameter.__bases__[0]
 
 app = typer.Typer(
     name="meshtron",
-    help="3D-parallel pretraining of transformers.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -46,41 +46,35 @@ def main() -> None:
 
 def generate_main() -> None:
     """Body of generate.py: ``CHECKPOINT --prompt TEXT [key=value ...]``, as ``meshtron generate``."""
-    set_up_logging()
+    _run(_program(generate_cli.generate), "generate.py")
+
+
+def train_main() -> None:
+    """Body of train.py: ``RECIPE.toml [section.key=value ...]``, as ``meshtron train``."""
+    _run(_program(train), "train.py")
+
+
+def _program(command: Callable[..., None]) -> typer.Typer:
     program = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    program.command()(generate_cli.generate)
-    _run(program, "generate.py")
+    program.command()(command)
+    return program
 
 
 def _run(program: typer.Typer, name: str) -> None:
+    set_up_logging()
     sys.path.insert(0, os.getcwd())  # where a recipe's own model family is looked for, as with python -m
     with reported_errors():
         try:
-            status = program(standalone_mode=False)
+            status = program(prog_name=name, standalone_mode=False)
         except _UsageError as error:
             message = error.format_message()
             if not message:  # no command was given, and the help has been printed
                 sys.exit(2)
-            raise MeshtronError(f"{message} (see {name} --help)") from None
+            command = error.ctx.command_path if error.ctx else name
+            raise MeshtronError(f"{message} (see {command} --help)") from None
         except typer.Abort:
             status = 130
         sys.exit(status)
-
-
-def train_main(arguments: Sequence[str] | None = None) -> None:
-    """Body of train.py: ``RECIPE.toml [section.key=value ...]``."""
-    path, *overrides = (sys.argv[1:] if arguments is None else list(arguments)) or ["--help"]
-    if path in ("-h", "--help"):
-        print("usage: train.py RECIPE.toml [section.key=value ...]\n\n`meshtron schema` lists the keys.")
-        return
-    sys.path.insert(0, os.getcwd())  # where a recipe's own model family is looked for
-    with reported_errors():
-        set_up_logging()
-        recipe = load_recipe(path, overrides)
-        recipe.resolve(int(os.environ.get("WORLD_SIZE", "1")))  # a mistake is reported before torch is imported
-        from meshtron.loop import train
-
-        train(recipe)
 
 
 def set_up_logging() -> None:
@@ -90,6 +84,31 @@ def set_up_logging() -> None:
         level=logging.INFO if rank == "0" else logging.WARNING,
         format="%(message)s" if rank == "0" else f"rank {rank}: %(message)s",
     )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"meshtron {version('meshtron')}, torch {version('torch')}, Python {sys.version.split()[0]}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions and exit.")
+    ] = False,
+) -> None:
+    """3D-parallel pretraining of transformers."""
+
+
+@app.command()
+def train(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Train a recipe; several ranks: torchrun --nproc-per-node N -m meshtron train RECIPE."""
+    loaded = load_recipe(recipe, overrides or [])
+    loaded.resolve(int(os.environ.get("WORLD_SIZE", "1")))  # a mistake is reported before torch is imported
+    from meshtron import loop
+
+    loop.train(loaded)
 
 
 app.command()(data_cli.prepare)
@@ -207,14 +226,16 @@ def _print_summary(name: str, recipe: Recipe) -> None:
 
 
 def _data_lines(recipe: Recipe) -> list[str]:
-    from meshtron.feed import describe_stage
+    from meshtron.feed import describe_stage, missing_data
 
     starts = [stage.start_step for stage in recipe.data_stages]
-    return [
+    stages = [
         f"from step {start + 1:,}: {describe_stage(recipe, start)}"
         + " (behind the last step)" * (start >= recipe.training.steps)
         for start in starts
     ]
+    missing = missing_data(recipe, validation=bool(recipe.validation.interval))
+    return stages + [f"not there in {Path.cwd()}: {path}" for path in missing]
 
 
 def _size(num_bytes: int) -> str:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshtron.checkpoint.untrusted import count, instance
 from meshtron.data import Source, Stage, TrainStream, ValidationSet, load_tokenizer, open_source
+from meshtron.data.formats import has_tokens
 from meshtron.data.sampler import Cursor, Order
 from meshtron.data.tokenizer import tokenizer_file
 from meshtron.errors import DataError
@@ -174,6 +175,14 @@ def open_validation(recipe: Recipe, mesh: DeviceMesh, device: torch.device) -> V
         max_samples=recipe.validation.steps * training.global_batch_size,
         pin_memory=device.type == "cuda",
     )
+
+
+def missing_data(recipe: Recipe, *, validation: bool = False) -> list[str]:
+    """Paths of training data, and of validation data where wanted, at which nothing lies."""
+    sections = [source for stage in recipe.data_stages for source in stage.train]
+    sections += recipe.validation.data if validation else []
+    paths = dict.fromkeys(section.path for section in sections)
+    return [path for path in paths if not path.startswith(("hf:", "py:")) and not has_tokens(path)]
 
 
 def describe_stage(recipe: Recipe, step: int) -> str:

@@ -1,6 +1,7 @@
 """The command line, and the recipes that are shipped: each is valid at the size it is meant for."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -107,9 +108,14 @@ def test_check_takes_the_fewest_ranks_that_fit(run):
     ("arguments", "lines"),
     [
         (["check", "nowhere.toml"], ["error: recipe nowhere.toml: no such file"]),
-        (["check"], ["error: Missing argument 'RECIPE'. (see meshtron --help)"]),
+        (["check"], ["error: Missing argument 'RECIPE'. (see meshtron check --help)"]),
         (["check", RECIPES / "tiny_llama.toml", "--world", "0"], ["error: Invalid value for '--world'"]),
         (["chek"], ["error: No such command 'chek'."]),
+        (["train"], ["error: Missing argument 'RECIPE'. (see meshtron train --help)"]),
+        (["train", RECIPES / "tiny_llama.toml", "training.step=3"], ["error: training.step: unknown key"]),
+        (["ckpt", "list", "nowhere"], ["error: nowhere: not there; expected a step folder or a run's folder"]),
+        (["parity", RECIPES / "tiny_llama.toml", "--dtype", "bf16"], ["error: dtype 'bf16': expected float32 or"]),
+        (["parity", RECIPES / "tiny_llama.toml", "--layouts", "2x1x1"], ["error: layouts: 2x1x1 1F1B alone has"]),
         (
             ["check", RECIPES / "tiny_llama.toml", "parallel.tp=x", "training.step=3"],
             [
@@ -149,6 +155,23 @@ def test_schema_is_json(run):
     assert json.loads(out)["properties"]["parallel"]
 
 
+def test_version_names_what_a_report_needs(run):
+    status, out, err = run("--version")
+    assert (status, err) == (0, "")
+    assert re.fullmatch(r"meshtron \d\S*, torch \d\S*, Python \d\S*\n", out)
+
+
+def test_check_names_data_that_is_not_there(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    changes = ["data.train=[{path='here'}, {path='mega'}, {path='hf:x'}, {path='gone'}]", "validation.interval=5"]
+    (tmp_path / "here").mkdir()
+    (tmp_path / "mega.idx").touch()  # a Megatron-LM prefix is no file itself
+    status, out, _ = run("check", RECIPES / "tiny_llama.toml", *changes, "validation.data=[{path='held_out'}]")
+    assert status == 0
+    missing = re.findall(r"not there in (.*): (.*)", out)
+    assert missing == [(str(tmp_path), "gone"), (str(tmp_path), "held_out")]
+
+
 def test_no_command_prints_help_and_fails(run):
     status, out, err = run()
     assert (status, err) == (2, "")
@@ -160,7 +183,7 @@ def test_train_script_refuses_a_recipe_before_torch_is_imported(tmp_path):
     recipe.write_text("[model]\nhiden_size = 3\n")
     code = (
         "from meshtron.cli import train_main; import atexit, sys; "
-        f"atexit.register(lambda: print('torch' in sys.modules)); train_main([{str(recipe)!r}])"
+        f"atexit.register(lambda: print('torch' in sys.modules)); sys.argv[1:] = [{str(recipe)!r}]; train_main()"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ended.returncode == 1

@@ -73,7 +73,7 @@ def test_what_does_not_fit_is_said_before_anything_starts(monkeypatch):
     with pytest.raises(RecipeError, match=r"1x1x4: parallel.tp: 4 does not divide model.num_attention_heads\(2\)"):
         compare_recipe(small_recipe(), parse_variants("1x1x1,1x1x4", "1F1B"))
     with pytest.raises(MeshtronError, match=r"2x2x1 1F1B: .* needs at least"):
-        compare_recipe(small_recipe(training__micro_batch_size=2), parse_variants("2x2x1", "1F1B"))
+        compare_recipe(small_recipe(training__micro_batch_size=2), parse_variants("1x1x1,2x2x1", "1F1B"))
 
 
 def test_fewer_gpus_than_ranks_is_said_and_means_the_cpu(monkeypatch):

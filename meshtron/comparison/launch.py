@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 
 from meshtron.comparison.report import TOLERANCES, Report, compare
-from meshtron.comparison.subject import Subject, data_missing
+from meshtron.comparison.subject import Subject
 from meshtron.errors import MeshtronError, RecipeError
+from meshtron.feed import missing_data
 from meshtron.mesh import Layout
 from meshtron.recipe import Recipe, dump_recipe
 
@@ -61,9 +62,10 @@ def compare_recipe(recipe: Recipe, variants: Sequence[Variant], *, steps: int = 
         MeshtronError: the recipe does not fit a layout (all misfits are listed before anything starts), or a rank
             failed.
     """
+    _check(variants, dtype)
     device, notes = _pick_device(recipe.run.device, variants)
-    if missing := data_missing(recipe):
-        notes.append(f"{missing} is not there: comparing on random tokens")
+    if missing := missing_data(recipe):
+        notes.append(f"{missing[0]} is not there: comparing on random tokens")
     if recipe.model.attention == "flash_attn" or (recipe.model.attention == "flex" and device == "cpu"):
         notes.append(f"{recipe.model.attention} does not train in {dtype} on {device}: attention runs through sdpa")
     recipes, problems = [], []
@@ -112,6 +114,7 @@ def parity(
         MeshtronError: a layout or dtype cannot be read, or a rank failed.
     """
     variants = parse_variants(",".join(layouts), ",".join(schedules))
+    _check(variants, dtype)
     device, notes = _pick_device(device, variants)
     with tempfile.TemporaryDirectory(prefix="meshtron-parity-") as folder:
         return _run(Path(folder), variants, steps, dtype, device, notes, subject=_address(subject))
@@ -151,6 +154,13 @@ def variant_recipe(recipe: Recipe, variant: Variant, dtype: str, device: str) ->
     return Recipe(**values).resolve(layout.world_size)
 
 
+def _check(variants: Sequence[Variant], dtype: str) -> None:
+    if dtype not in TOLERANCES:
+        raise RecipeError(f"dtype {dtype!r}: expected {' or '.join(TOLERANCES)}")
+    if len(variants) < 2:
+        raise RecipeError(f"layouts: {variants[0]} alone has nothing to be compared with; name two or more")
+
+
 def _pick_device(wanted: str, variants: Sequence[Variant]) -> tuple[str, list[str]]:
     """The device type of all runs, and what there is to say about it."""
     ranks = max(variant.layout.world_size for variant in variants)
@@ -174,8 +184,6 @@ def _run(
     subject: str = "",
 ) -> Report:
     """One torchrun for each number of ranks; all layouts of that many ranks share it."""
-    if dtype not in TOLERANCES:
-        raise RecipeError(f"dtype {dtype!r}: expected one of {', '.join(TOLERANCES)}")
     entries = [
         {
             "layout": str(variant.layout),

@@ -3,14 +3,13 @@
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from meshtron.build import Job, build_job, model_section, norm_type_of
 from meshtron.data import Batch, TrainStream
-from meshtron.feed import open_training
+from meshtron.feed import missing_data, open_training
 from meshtron.loss import IGNORE
 from meshtron.optim import set_learning_rate
 from meshtron.parallel.stages import Stages
@@ -52,7 +51,7 @@ def recipe_subject(recipe: Recipe, device: torch.device, resources: ExitStack) -
         resources: receives what has to be closed after the run.
     """
     job = build_job(recipe, device)
-    stream = None if data_missing(recipe) else open_training(recipe, job.mesh, device)
+    stream = None if missing_data(recipe) else open_training(recipe, job.mesh, device)
     if stream is not None:
         resources.callback(stream.close)
 
@@ -68,12 +67,6 @@ def recipe_subject(recipe: Recipe, device: torch.device, resources: ExitStack) -
         max_norm=recipe.optimizer.grad_clip or None,
         norm_type=norm_type_of(recipe),
     )
-
-
-def data_missing(recipe: Recipe) -> str:
-    """The first folder of training data that does not exist, or ""."""
-    paths = [source.path for stage in recipe.data_stages for source in stage.train]
-    return next((path for path in paths if not path.startswith(("hf:", "py:")) and not Path(path).exists()), "")
 
 
 def _batch(job: Job, stream: TrainStream | None, step: int) -> Batch:

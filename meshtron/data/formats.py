@@ -7,6 +7,11 @@ from meshtron.data.shards import HEADER, TokenFiles, open_shards
 from meshtron.errors import DataError
 
 
+def has_tokens(path: str | Path) -> bool:
+    """Whether anything lies at a path of token files; nothing of it is read."""
+    return Path(path).exists() or megatron_prefix(Path(path)) is not None
+
+
 def open_tokens(path: str | Path) -> TokenFiles:
     """Map the token files at a path.
 
@@ -22,7 +27,8 @@ def open_tokens(path: str | Path) -> TokenFiles:
     if prefix is not None:
         return open_megatron(prefix)
     if not path.exists():
-        raise DataError(f"{path}: not there; make it with `meshtron prepare SOURCE... --out {path}`")
+        seen_from = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise DataError(f"{path}: not there{seen_from}; make it with `meshtron prepare SOURCE... --out {path}`")
     raise DataError(
         f"{path}: no tokens that meshtron knows; expected a folder made by `meshtron prepare`, a .ds file or a "
         "folder of them (datatrove, nanotron), or PREFIX of a PREFIX.bin and PREFIX.idx (Megatron-LM)"

@@ -9,7 +9,12 @@ import typer
 
 def generate(
     checkpoint: Annotated[
-        Path, typer.Argument(help="A step folder, a run's folder (its newest step), or a Hugging Face folder.")
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="A step folder, a run's folder (its newest step), or a Hugging Face folder.",
+            show_default=False,
+        ),
     ],
     overrides: Annotated[
         list[str] | None,

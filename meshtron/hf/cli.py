@@ -17,7 +17,7 @@ class Dtype(StrEnum):
 
 def import_hf(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A Hugging Face folder.", show_default=False)],
-    out: Annotated[Path, typer.Argument(help="Folder to create.", show_default=False)],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create.", show_default=False)],
 ) -> None:
     """Turn a Hugging Face folder into a checkpoint that any layout loads."""
     from meshtron.hf import convert
@@ -27,9 +27,12 @@ def import_hf(
 
 def export_hf(
     checkpoint: Annotated[
-        Path, typer.Argument(help="A step folder, or a run's folder (its newest step).", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT", help="A step folder, or a run's folder (its newest step).", show_default=False
+        ),
     ],
-    out: Annotated[Path, typer.Argument(help="Folder to create.", show_default=False)],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create.", show_default=False)],
     dtype: Annotated[
         Dtype | None,
         typer.Option(
