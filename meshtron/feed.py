@@ -166,6 +166,12 @@ def open_validation(recipe: Recipe, mesh: DeviceMesh, device: torch.device) -> V
         DataError: a source is missing, damaged, or does not fit the model's vocabulary.
     """
     training = recipe.training
+    if recipe.validation.interval > training.steps:
+        log.warning(
+            "validation.interval: %d, but the run ends at step %d: nothing is validated",
+            recipe.validation.interval,
+            training.steps,
+        )
     return ValidationSet(
         _open(recipe, recipe.validation.data, training.seq_len, {}),
         seq_len=training.seq_len,

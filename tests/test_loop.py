@@ -15,11 +15,12 @@ from meshtron.data import Stage, TrainStream, open_source
 from meshtron.feed import open_validation
 from meshtron.initialize import init_weights
 from meshtron.loop import train
-from meshtron.mesh import Layout
+from meshtron.mesh import Layout, build_mesh
 from meshtron.models.llama import Llama, config_of, flops_per_token, init_std
 from meshtron.passes import validate
 from meshtron.recipe import Recipe, load_recipe
 from meshtron.testing import run_ranks
+from meshtron.world import process_group
 from tests.runs import VOCAB, logged, small_recipe, token_folder
 
 CONTRACT_KEYS = {
@@ -157,6 +158,14 @@ def test_validation_runs_without_dropout_and_leaves_modes_as_they_were(folder):
     ((losses, training),) = run_ranks(dropping_job, 1, recipe)
     assert losses[0] == losses[1]
     assert training == [True, False, True, True]
+
+
+def test_an_interval_of_validation_behind_the_last_step_is_said(folder, caplog):
+    held_out = token_folder(folder / "held_out", documents=5, seed=1)
+    recipe = small_recipe(folder, validation={"interval": 11, "data": [{"path": str(held_out)}]})
+    with process_group(torch.device("cpu")):
+        open_validation(recipe.resolve(1), build_mesh(Layout(), "cpu"), torch.device("cpu"))
+    assert "validation.interval: 11, but the run ends at step 10: nothing is validated" in caplog.text
 
 
 def test_resume_at_the_same_layout_is_bit_equal(folder):
