@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 import typer.main
 
 import meshtron
@@ -18,7 +19,7 @@ from meshtron.testing import run_ranks
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
-RANKS = {"your-model.md": 8}
+RANKS = {"your-model.md": 8, "README.md": 8}
 BASE = {
     "model": {
         "vocab_size": 64,
@@ -42,7 +43,12 @@ def blocks(page: Path, language: str, before: str = "") -> list[str]:
 def run_blocks(name: str) -> int:
     """Every Python block of a page, one after the other, in one namespace."""
     namespace: dict = {"__name__": "page"}
-    codes = blocks(ROOT / "docs" / name, "python")
+    (page,) = (page for page in PAGES if page.name == name)
+    codes = blocks(page, "python")
+    if name == "README.md":  # it takes the model, the loss and a batch from where they are explained
+        explained = blocks(ROOT / "docs/your-model.md", "python", before="### 2. ZeRO-1")
+        exec(compile("\n\n".join(explained), name, "exec"), namespace)
+        namespace |= {"tokens": torch.zeros(4, 8, dtype=torch.long), "labels": torch.ones(4, 8, dtype=torch.long)}
     for code in codes:
         exec(compile(code, name, "exec"), namespace)
     return len(codes)
