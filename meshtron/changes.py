@@ -13,6 +13,7 @@ from typing import Any
 from meshtron.build import learning_rate_of
 from meshtron.errors import CheckpointError, MeshtronError
 from meshtron.recipe import Recipe, dump_recipe
+from meshtron.world import warning_once
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def check_same_model(folder: Path, changed: Mapping[str, tuple[Any, Any]]) -> No
 def log_changes(changed: Mapping[str, tuple[Any, Any]], saved: str, recipe: Recipe, step: int) -> None:
     """Say what has changed, and what that does to the learning rate of the next step."""
     for key, (before, now) in sorted(changed.items()):
-        log.warning("changed since the checkpoint was saved: %s = %s, was %s", key, now, before)
+        log.log(warning_once(), "changed since the checkpoint was saved: %s = %s, was %s", key, now, before)
     if not changed:
         return
     rate = learning_rate_of(recipe)
@@ -65,7 +66,8 @@ def log_changes(changed: Mapping[str, tuple[Any, Any]], saved: str, recipe: Reci
     except MeshtronError:  # a recipe of another version
         return
     if saved_rate != rate or "training.global_batch_size" in changed:
-        log.warning(
+        log.log(
+            warning_once(),
             "learning rate of step %d: %.4g, by the saved recipe %.4g; horizon %d steps, was %d",
             *(step + 1, rate.at(step), saved_rate.at(step), rate.total_steps, saved_rate.total_steps),
         )

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from meshtron.data.tokenizer import tokenizer_file
 from meshtron.errors import DataError
 from meshtron.recipe import Recipe
 from meshtron.recipe import Source as SourceSection
+from meshtron.world import warning_once
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +41,15 @@ def check_tokenizer(recipe: Recipe) -> None:
     Raises:
         DataError: the tokenizer has more ids than the model's vocabulary, or cannot be read.
     """
-    if recipe.tokenizer.path and tokenizer_file(recipe.tokenizer.path) is not None:
-        load_tokenizer(recipe.tokenizer.path, recipe.model.vocab_size)
+    path = recipe.tokenizer.path
+    if path and tokenizer_file(path) is not None:
+        load_tokenizer(path, recipe.model.vocab_size)
+    elif path and not Path(path).exists():
+        log.log(
+            warning_once(),
+            "tokenizer.path = %s: not there; training does without, generate.py and export-hf will need it",
+            path,
+        )
 
 
 def open_training(
@@ -75,12 +84,17 @@ def open_training(
         cursors, keys = _cursors(saved["cursors"]), [instance(key, str) for key in saved["keys"]]
     stream = _open_training(recipe, mesh, device, beginning, opened)
     if stream.order.facts() != saved["order"]:
-        log.warning("data, weights or batch size are not those of the checkpoint: each source goes on where it stood")
+        log.log(
+            warning_once(),
+            "data, weights or batch size are not those of the checkpoint: each source goes on where it stood",
+        )
         beginning = _Beginning(step=step, samples=samples, cursors=cursors)
         _log_cursors(beginning.cursors, _open_training(recipe, mesh, device, beginning, opened).order)
     elif moved := {old: new for old, new in zip(keys, stream.order.keys, strict=False) if old != new}:
         for old, new in moved.items():
-            log.warning("%s has the samples that %s had and is taken to be the same data, moved", new, old)
+            log.log(
+                warning_once(), "%s has the samples that %s had and is taken to be the same data, moved", new, old
+            )
         cursors = {moved.get(key, key): cursor for key, cursor in beginning.cursors.items()}
         beginning = replace(beginning, cursors=cursors)
     stream = _open_training(recipe, mesh, device, beginning, opened)
@@ -106,7 +120,7 @@ def _log_cursors(saved: Mapping[str, Cursor], order: Order) -> None:
         if key in now and now[key].epoch > cursor.epoch:
             what = "content" if now[key].size == cursor.size else f"size ({cursor.size} samples, now {now[key].size})"
             begun_anew = f"; its {what} is not that of the checkpoint, so it begins its next epoch"
-        log.warning("%s: epoch %d, sample %d of it%s", key, cursor.epoch, cursor.used, begun_anew)
+        log.log(warning_once(), "%s: epoch %d, sample %d of it%s", key, cursor.epoch, cursor.used, begun_anew)
 
 
 def _cursors(saved: Mapping[str, Mapping[str, Any]]) -> dict[str, Cursor]:
@@ -167,7 +181,8 @@ def open_validation(recipe: Recipe, mesh: DeviceMesh, device: torch.device) -> V
     """
     training = recipe.training
     if recipe.validation.interval > training.steps:
-        log.warning(
+        log.log(
+            warning_once(),
             "validation.interval: %d, but the run ends at step %d: nothing is validated",
             recipe.validation.interval,
             training.steps,

@@ -22,6 +22,7 @@ from meshtron.errors import CheckpointError
 from meshtron.parallel.names import global_name
 from meshtron.recipe import dump_recipe
 from meshtron.seeds import seed_ranks
+from meshtron.world import warning_once
 
 log = logging.getLogger(__name__)
 
@@ -168,11 +169,11 @@ def find_start(resume: str | int, load: str, checkpointer: Checkpointer) -> Star
     if isinstance(resume, int):
         folder = step_folder(checkpointer.folder, resume)
         if resume not in checkpointer.steps():
-            there = ", ".join(map(str, checkpointer.steps())) or "none"
-            damage = f"{folder.name} is damaged: {unwhole(folder)}; " if folder.is_dir() else ""
-            raise CheckpointError(
-                f"checkpoint.resume = {resume}: {damage}{checkpointer.folder} has whole steps {there}"
+            there = (
+                f"whole steps {', '.join(map(str, steps))}" if (steps := checkpointer.steps()) else "no whole step"
             )
+            damage = f"{folder.name} is damaged: {unwhole(folder)}; " if folder.is_dir() else ""
+            raise CheckpointError(f"checkpoint.resume = {resume}: {damage}{checkpointer.folder} has {there}")
         return Start(folder=folder, weights_only=False, verified=False)
     if resume == "auto":
         newest = checkpointer.newest_sound()
@@ -195,7 +196,8 @@ def find_start(resume: str | int, load: str, checkpointer: Checkpointer) -> Star
 def _warn_of_newer(checkpointer: Checkpointer, step: int) -> None:
     newer = [other for other in checkpointer.steps() if other > step]
     if newer:
-        log.warning(
+        log.log(
+            warning_once(),
             "%s also holds the later steps %s: each is replaced when this run reaches it, and until then "
             'resume = "auto" would go on from the last of them',
             *(checkpointer.folder, ", ".join(map(str, newer))),

@@ -1,5 +1,6 @@
 """This process among the others: torchrun's environment, the process group, the device."""
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,11 @@ def world_size() -> int:
 def rank() -> int:
     """This process's rank; 0 without torchrun. Known before there is a process group."""
     return int(os.environ.get("RANK", "0"))
+
+
+def warning_once() -> int:
+    """Level for a warning that every rank would give in the same words: rank 0 gives it."""
+    return logging.WARNING if rank() == 0 else logging.DEBUG
 
 
 def debug_rank() -> int | None:

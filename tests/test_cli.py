@@ -10,6 +10,7 @@ import pytest
 
 from meshtron import cli
 from meshtron.estimate import estimate
+from meshtron.feed import check_tokenizer
 from meshtron.recipe import load_recipe
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -170,6 +171,11 @@ def test_check_names_data_that_is_not_there(run, tmp_path, monkeypatch):
     assert status == 0
     missing = re.findall(r"not there in (.*): (.*)", out)
     assert missing == [(str(tmp_path), "gone"), (str(tmp_path), "held_out")]
+
+
+def test_a_tokenizer_path_without_a_tokenizer_is_said(tmp_path, caplog):
+    check_tokenizer(load_recipe(RECIPES / "tiny_llama.toml", [f"tokenizer.path={tmp_path / 'gone'}"]))
+    assert "gone: not there; training does without" in caplog.text
 
 
 def test_no_command_prints_help_and_fails(run):

@@ -108,6 +108,7 @@ def test_every_mistake_is_reported_once_with_key_file_and_nearest_name(path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("data.train=data/x", 'data.train: expected a list, found "data/x"; did you mean [{path = "data/x"}]?'),
         ("training.compile=True", 'training.compile: expected true or false, found "True"'),
         ("training.steps=1e3", "training.steps: expected a whole number, found 1000.0"),
         ("training.steps=0", "training.steps: expected at least 1, found 0"),

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 import meshtron as mt
 from meshtron import durable, loop
 from meshtron.build import build_job
+from meshtron.changes import log_changes
 from meshtron.checkpoint import checkpointer, files, read_manifest, whole_steps
 from meshtron.checkpoint.manifest import _sealed
 from meshtron.errors import CheckpointError, CheckpointFormatError, MeshtronError
@@ -102,7 +103,7 @@ def test_a_run_that_stops_after_every_step_is_bit_equal_to_one_that_never_stops(
     assert hashes[0] == hashes[1]
 
 
-def test_a_changed_recipe_is_logged_and_followed(folder, caplog):
+def test_a_changed_recipe_is_logged_and_followed(folder, caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     train(small_recipe(folder, training={"steps": 6}, lr_schedule={"warmup_steps": 2, "decay_steps": 4}))
     changed = small_recipe(
@@ -119,6 +120,10 @@ def test_a_changed_recipe_is_logged_and_followed(folder, caplog):
     caplog.clear()
     train(changed)
     assert "changed since" not in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("RANK", "1")  # what every rank finds alike, rank 0 says
+    log_changes({"training.steps": (6, 12)}, dump_recipe(changed), changed, 12)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_another_batch_size_alone_says_that_the_learning_rate_is_the_same(folder, caplog):
@@ -211,6 +216,8 @@ def test_partial_leaves_a_replaced_head_as_it_is(folder):
 def test_auto_passes_over_damage_and_an_explicit_step_stops(folder, caplog):
     caplog.set_level(logging.INFO)
     recipe = small_recipe(folder)
+    with pytest.raises(CheckpointError, match=r"checkpoint\.resume = 7: .* has no whole step$"):
+        train(small_recipe(folder, checkpoint={"resume": 7}))
     train(recipe)
     before = logged(folder)
     damaged = checkpoints(folder) / "step-00000010" / "rank-00000.safetensors"

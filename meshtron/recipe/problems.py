@@ -98,6 +98,8 @@ def recipe_error(
             expected = _EXPECTED[kind].format(**context) if kind in _EXPECTED else detail["msg"]
             expected = expected.replace("'", '"')
             hint = _suggest_value(detail["input"], expected) if kind == "literal_error" else ""
+            if kind == "tuple_type":
+                hint = _suggest_list(section, str(location[-1]), detail["input"])
             allowed = expectations.setdefault(key, [])
             allowed.append(expected)
             options = " or ".join(dict.fromkeys(allowed))
@@ -148,6 +150,15 @@ def _suggest_key(root: type[BaseModel], section: type[BaseModel] | None, name: s
     if elsewhere:
         return f"; did you mean {' or '.join(elsewhere)}?"
     return nearest(name, names) or f"; known here: {', '.join(names)}"
+
+
+def _suggest_list(section: type[BaseModel] | None, name: str, found: Any) -> str:
+    """A path where a list of tables with paths is meant: that list."""
+    field = section.model_fields.get(name) if section else None
+    inside = section_class(field.annotation) if field else None
+    if inside is None or "path" not in inside.model_fields or not isinstance(found, str):
+        return ""
+    return f"; did you mean [{{path = {json.dumps(found)}}}]?"
 
 
 def _suggest_value(found: Any, expected: str) -> str:
