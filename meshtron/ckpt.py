@@ -4,8 +4,9 @@ Beside the package ``meshtron.checkpoint`` rather than in it, because that impor
 """
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -76,15 +77,23 @@ def show(path: CheckpointPath) -> None:
     manifest = read_manifest(folder)
     print(f"{folder}: step {manifest.step}, {_size(manifest.size_bytes)}, saved {_age(manifest.saved_at)} ago")
     print(f"by meshtron {manifest.meshtron}, torch {manifest.torch}, {manifest.world_size} rank(s)")
-    for key, value in manifest.meta.items():
-        if not isinstance(value, str) or "\n" not in value:
-            print(f"{key}: {value}")
+    _print_meta(manifest.meta)
     index = read_index(folder, manifest)
     width = max(map(len, index.tensors), default=0)
     for name, info in sorted(index.tensors.items()):
         shape = "x".join(map(str, info.shape)) or "scalar"
         shards = len(index.chunks[name])
         print(f"{name:<{width}}  {info.dtype:<5} {shape:>16}  {shards} shard{'s' * (shards != 1)}")
+
+
+def _print_meta(values: Mapping[str, Any], indent: str = "") -> None:
+    """What was saved beside the tensors, without whole files (the recipe)."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            print(f"{indent}{key}:")
+            _print_meta(value, indent + "  ")
+        elif not isinstance(value, str) or "\n" not in value:
+            print(f"{indent}{key}: {value}")
 
 
 def step_folders(path: Path) -> list[Path]:

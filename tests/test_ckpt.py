@@ -34,7 +34,14 @@ def run_folder(tmp_path):
                 "count": torch.tensor(3),
             }
             checkpointer.save(
-                step, tensors, {"samples": step * 8, "layout": "1x1x1", "recipe": "[run]\nname = 'x'\n"}
+                step,
+                tensors,
+                {
+                    "samples": step * 8,
+                    "layout": "1x1x1",
+                    "recipe": "[run]\nname = 'x'\n",
+                    "data": {"cursors": {"a": {"used": 7}}},
+                },
             )
     tensor_file = tmp_path / "run" / "checkpoints" / "step-00000010" / "rank-00000.safetensors"
     content = bytearray(tensor_file.read_bytes())
@@ -83,6 +90,7 @@ def test_show_lists_tensors(run_folder, meshtron):
     assert lines["model.b"] == ["BF16", "7", "1", "shard"]
     assert lines["count"] == ["I64", "scalar", "1", "shard"]
     assert lines["samples:"] == ["40"]
+    assert "data:\n  cursors:\n    a:\n      used: 7\n" in printed
     assert "[run]" not in printed
 
 
