@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from meshtron import ckpt
+from meshtron import __version__, ckpt
 from meshtron.data import cli as data_cli
 from meshtron.errors import MeshtronError
 from meshtron.generate import cli as generate_cli
@@ -88,7 +88,7 @@ def set_up_logging() -> None:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"meshtron {version('meshtron')}, torch {version('torch')}, Python {sys.version.split()[0]}")
+        print(f"meshtron {__version__}, torch {version('torch')}, Python {sys.version.split()[0]}")
         raise typer.Exit
 
 
