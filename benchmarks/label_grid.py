@@ -1,4 +1,4 @@
-"""Uneven labels at every pp, dp and accumulation that 8 ranks can hold, compared with plain torch on one process.
+"""Uneven labels at pp 1, 2, 4, dp 1, 2, 4 and 1, 2, 4 micro-batches, compared with plain torch on one process.
 
     python benchmarks/label_grid.py
 
