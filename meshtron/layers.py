@@ -45,7 +45,8 @@ def prepare_layers(
     layers = list(layers)
     recomputed = layers[:num_recomputed]
     if not compiled:
-        return recompute_layers(recomputed, recompute)
+        recompute_layers(recomputed, recompute)
+        return
     # The compiler keeps what "selective" says and can recompute whole layers, but for those that hold DTensors: it
     # does not trace a checkpoint around them (torch 2.11 to 2.13).
     outside = tensor_parallel and recompute == "full"
@@ -54,7 +55,6 @@ def prepare_layers(
     compile_layers(layers, tensor_parallel=tensor_parallel)
     if outside:
         recompute_layers(recomputed, recompute, method="__call__")
-    return None
 
 
 def recompute_layers(layers: Iterable[nn.Module], mode: str, *, method: str = "forward") -> None:

@@ -14,8 +14,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.nn import functional as F
 
 import meshtron
-from meshtron.build import check_head
-from meshtron.comparison import compare_recipe, launch, parse_variants, worker
+from meshtron.build import check_head, model_section
+from meshtron.comparison import Report, compare_recipe, launch, parse_variants, worker
 from meshtron.comparison.subject import synthetic_batch
 from meshtron.errors import RecipeError
 from meshtron.estimate import estimate
@@ -112,15 +112,25 @@ class OwnLoss(_module["MySpec"]):
         return 6 * model["width"] * sequence
 
 
-def test_a_familys_own_loss_and_flops_are_used_at_every_layout(monkeypatch):
-    monkeypatch.setattr(launch, "_torchrun", lambda ranks, folder: run_ranks(worker.main, ranks, folder))
+def recipe_of(spec: str) -> Recipe:
+    """The example's recipe with a family of this file; parity makes up its data."""
     values = tomllib.loads(RECIPE)
-    values["model"]["family"] = f"{__name__}:OwnLoss"
+    values["model"]["family"] = f"{__name__}:{spec}"
     values["data"] = {"train": [{"path": "no/such/folder"}]}
-    recipe = Recipe(**values)
-    report = compare_recipe(recipe, parse_variants("1x1x1,2x1x1,1x2x1", "1F1B"), steps=1)
+    return Recipe(**values)
+
+
+def in_process_parity(recipe: Recipe, layouts: str, monkeypatch: pytest.MonkeyPatch) -> Report:
+    """``meshtron parity`` of one step, on the tests' ranks instead of torchrun's."""
+    monkeypatch.setattr(launch, "_torchrun", lambda ranks, folder: run_ranks(worker.main, ranks, folder))
+    return compare_recipe(recipe, parse_variants(layouts, "1F1B"), steps=1)
+
+
+def test_a_familys_own_loss_and_flops_are_used_at_every_layout(monkeypatch):
+    recipe = recipe_of("OwnLoss")
+    report = in_process_parity(recipe, "1x1x1,2x1x1,1x2x1", monkeypatch)
     assert report.equal
-    model = _module["Net"](values["model"]).double()
+    model = _module["Net"](model_section(recipe)).double()
     meshtron.init_weights(model, seed=0, std=recipe.model.init_std)
     batch = synthetic_batch(96, 8, 16, seed=0)
     loss = F.cross_entropy(model(batch.tokens).flatten(0, 1), batch.labels.flatten(), label_smoothing=0.5)
@@ -163,14 +173,10 @@ class WrongHeadSpec(NestedHeadSpec):
 
 @pytest.mark.parametrize("spec", ["NestedHeadSpec", "ShardedHeadSpec"])
 def test_a_frozen_head_deeper_in_the_model_is_applied_by_the_loss(spec, monkeypatch):
-    monkeypatch.setattr(launch, "_torchrun", lambda ranks, folder: run_ranks(worker.main, ranks, folder))
-    values = tomllib.loads(RECIPE)
-    values["model"]["family"] = f"{__name__}:{spec}"
-    values["data"] = {"train": [{"path": "no/such/folder"}]}
-    recipe = Recipe(**values)
-    report = compare_recipe(recipe, parse_variants("1x1x1,2x1x1,1x1x2", "1F1B"), steps=1)
+    recipe = recipe_of(spec)
+    report = in_process_parity(recipe, "1x1x1,2x1x1,1x1x2", monkeypatch)
     assert report.equal
-    model = NestedHead(values["model"]).double()
+    model = NestedHead(model_section(recipe)).double()
     meshtron.init_weights(model, seed=0, std=recipe.model.init_std)
     batch = synthetic_batch(96, 8, 16, seed=0)
     loss = F.cross_entropy(model(batch.tokens).flatten(0, 1), batch.labels.flatten())
