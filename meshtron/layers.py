@@ -1,5 +1,6 @@
 """What is done to every layer of a model before training: recomputation in the backward pass, and compilation."""
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,11 +12,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from meshtron.errors import RecipeError
 
-# Results that "selective" keeps: those of matrix products and of attention. All else is cheap to make again.
-_KEPT_OPERATORS = (
-    "aten.mm",
-    "aten.addmm",
-    "aten._scaled_mm",
+_PRODUCTS = ("aten.mm", "aten.addmm", "aten._scaled_mm")
+_ATTENTION = (
     "aten._scaled_dot_product_flash_attention",
     "aten._scaled_dot_product_flash_attention_for_cpu",
     "aten._scaled_dot_product_efficient_attention",
@@ -23,6 +21,8 @@ _KEPT_OPERATORS = (
     "meshtron.flash_attention_4",
     "flash_attn._flash_attn_forward",
 )
+# Operators whose results are kept. Attention's takes the longest to make again for its size.
+_KEPT = {"full": _ATTENTION, "selective": _PRODUCTS + _ATTENTION}
 
 
 def prepare_layers(
@@ -43,44 +43,41 @@ def prepare_layers(
         tensor_parallel: whether the layers hold DTensors.
     """
     layers = list(layers)
-    recomputed = layers[:num_recomputed]
-    if not compiled:
-        recompute_layers(recomputed, recompute)
-        return
-    # The compiler keeps what "selective" says and can recompute whole layers, but for those that hold DTensors: it
-    # does not trace a checkpoint around them (torch 2.11 to 2.13).
-    outside = tensor_parallel and recompute == "full"
-    if not outside:
-        recompute_layers(recomputed, recompute)
-    compile_layers(layers, tensor_parallel=tensor_parallel)
-    if outside:
-        recompute_layers(recomputed, recompute, method="__call__")
+    recompute_layers(layers[:num_recomputed], recompute)
+    if compiled:
+        compile_layers(layers, tensor_parallel=tensor_parallel)
 
 
-def recompute_layers(layers: Iterable[nn.Module], mode: str, *, method: str = "forward") -> None:
+def recompute_layers(layers: Iterable[nn.Module], mode: str) -> None:
     """Trade memory for time: keep less of each layer's forward pass and compute it again in the backward pass.
 
     Args:
-        layers: modules to change in place; their parameters keep their names.
-        mode: ``"full"`` keeps a layer's input only (a third more arithmetic), ``"selective"`` also the results of
-            matrix products and attention, so that only element-wise work is done twice (Korthikanti et al., 2022),
+        layers: modules to change in place; their parameters keep their names. ``recomputed_parts`` of one, names
+            of methods that its forward pass is made of, are what ``"full"`` computes again one at a time (by
+            default the forward pass).
+        mode: ``"full"`` keeps a part's input and what attention gave (a quarter more arithmetic; Li et al., 2023,
+            "DistFlashAttn", keep attention's result too), ``"selective"`` a layer's input and the results of matrix
+            products and attention, so that only element-wise work is done twice (Korthikanti et al., 2022),
             ``"none"`` changes nothing.
-        method: what is computed again: ``"forward"``, or ``"__call__"`` for the layer with its hooks, or compiled.
     """
     if mode == "none":
         return
-    options: dict[str, Any] = {"context_fn": _keep_selected} if mode == "selective" else {}
+
+    def kept() -> Any:
+        return create_selective_checkpoint_contexts(functools.partial(_policy, _KEPT[mode]))
 
     def recomputed(inner: Callable[..., Any]) -> Callable[..., Any]:
         def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            def layer(*inputs: Any) -> Any:
+            def part(*inputs: Any) -> Any:
                 return inner(self, *inputs, **kwargs)
 
-            return checkpoint(layer, *args, use_reentrant=False, **options)  # dropout drops the same both times
+            return checkpoint(part, *args, use_reentrant=False, context_fn=kept)  # dropout drops the same both times
 
         return run
 
-    _override(layers, method, f"Recomputed{mode.title()}", recomputed)
+    for layer in layers:
+        for method in getattr(layer, "recomputed_parts", ("forward",)) if mode == "full" else ("forward",):
+            _override([layer], method, f"Recomputed{mode.title()}", recomputed)
 
 
 _subclasses: dict[tuple[type[nn.Module], str, str], type[nn.Module]] = {}
@@ -104,14 +101,10 @@ def _override(
         layer.__class__ = _subclasses[kind, method, prefix]
 
 
-def _keep_selected() -> Any:
-    return create_selective_checkpoint_contexts(_policy)
-
-
-def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _policy(kept: tuple[str, ...], context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = operator.name().replace("::", ".") if hasattr(operator, "name") else ""
-    kept = any(name == one or name.startswith(f"{one}.") for one in _KEPT_OPERATORS)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    keep = any(name == one or name.startswith(f"{one}.") for one in kept)
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def compile_layers(layers: Iterable[nn.Module], *, tensor_parallel: bool) -> None:

@@ -4,15 +4,16 @@ import gc
 import gzip
 import json
 import time
+from collections import Counter
 
 import pytest
 import torch
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshtron.build import build_job
 from meshtron.errors import RecipeError
 from meshtron.initialize import init_weights
-from meshtron.layers import _policy, convert_to_float8, recompute_layers
+from meshtron.layers import convert_to_float8, recompute_layers
 from meshtron.models.attention import attention_backend, causal_attention
 from meshtron.models.llama import Llama
 from meshtron.timing import Stopwatch, profiler, scheduled_garbage_collection
@@ -78,12 +79,35 @@ def test_recomputed_layers_give_bit_equal_gradients_and_keep_less():
     assert least < most / 2
 
 
-def test_selective_keeps_matrix_products_and_attention_only():
-    aten = torch.ops.aten
-    assert _policy(None, aten.mm.default) == CheckpointPolicy.MUST_SAVE
-    assert _policy(None, aten._scaled_dot_product_flash_attention.default) == CheckpointPolicy.MUST_SAVE
-    assert _policy(None, aten.silu.default) == CheckpointPolicy.PREFER_RECOMPUTE
-    assert _policy(None, aten.mul.Tensor) == CheckpointPolicy.PREFER_RECOMPUTE
+class Counted(TorchDispatchMode):
+    """Counts the operators that are run, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.calls[operator.name().partition("::")[2].partition(".")[0]] += 1
+        return operator(*args, **(kwargs or {}))
+
+
+def run_in_backward(mode: str) -> Counter[str]:
+    """Operators that the backward pass of a small Llama runs, its recomputation included."""
+    model = Llama(small_config(num_hidden_layers=2))
+    init_weights([model], seed=0)
+    recompute_layers(model.layers, mode)
+    loss = model(torch.arange(32).view(2, 16)).square().mean()
+    with Counted() as counted:
+        loss.backward()
+    return counted.calls
+
+
+def test_what_is_computed_again():
+    none, selective, full = (run_in_backward(mode) for mode in ("none", "selective", "full"))
+    assert {counts["_scaled_dot_product_flash_attention_for_cpu"] for counts in (none, selective, full)} == {0}
+    assert selective["silu"] == full["silu"] == 2
+    assert selective["mm"] == none["mm"]
+    assert full["mm"] == none["mm"] + 2 * 5  # q, k, v, gate and up; what o and down give is a kept input
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # all that a CPU can do

@@ -168,6 +168,8 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block."""
 
+    recomputed_parts = ("add_attention", "add_feed_forward")
+
     def __init__(self, config: LlamaConfig, attend: Attend) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -176,7 +178,12 @@ class Block(nn.Module):
         self.mlp = FeedForward(config)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Any = None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rope, mask)
+        return self.add_feed_forward(self.add_attention(x, rope, mask))
+
+    def add_attention(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Any = None) -> Tensor:
+        return x + self.self_attn(self.input_layernorm(x), rope, mask)
+
+    def add_feed_forward(self, x: Tensor) -> Tensor:
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
