@@ -55,7 +55,7 @@ def recompute_layers(layers: Iterable[nn.Module], mode: str) -> None:
         layers: modules to change in place; their parameters keep their names. ``recomputed_parts`` of one, names
             of methods that its forward pass is made of, are what ``"full"`` computes again one at a time (by
             default the forward pass).
-        mode: ``"full"`` keeps a part's input and what attention gave (a quarter more arithmetic; Li et al., 2023,
+        mode: ``"full"`` keeps a part's input and what attention gave (a fifth more arithmetic; Li et al., 2023,
             "DistFlashAttn", keep attention's result too), ``"selective"`` a layer's input and the results of matrix
             products and attention, so that only element-wise work is done twice (Korthikanti et al., 2022),
             ``"none"`` changes nothing.

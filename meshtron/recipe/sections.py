@@ -93,7 +93,8 @@ class TrainingSection(Section):
     grad_accum_dtype: Annotated[Literal["float32", "float64"], Field(validate_default=True)] = "float32"
     """Type in which gradients are summed; float64 whenever param_dtype is. Default "float32"."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """What the backward pass recomputes instead of keeping. Default "none"."""
+    """What the backward pass recomputes: "selective" all but matrix products and attention, "full" those products
+    too but for the last of attention and of the feed-forward. Default "none"."""
     activation_checkpointing_layers: Count = 0
     """How many layers of each stage it is done to, from the first; 0 for all. Default 0."""
     compile: bool = False
