@@ -36,16 +36,40 @@ def test_float32_follows_the_cpu(folder, on_cpu):
         {},
         {"compile": True},
         {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "full", "compile": True},
         {"activation_checkpointing": "selective", "compile": True},
         {"micro_batch_size": 16},
     ],
-    ids=["eager", "compiled", "full", "selective-compiled", "one-micro-batch"],
+    ids=["eager", "compiled", "full", "full-compiled", "selective-compiled", "one-micro-batch"],
 )
 def test_bfloat16_follows_the_float32_curve(folder, on_cpu, training):
     changes = {"steps": 6, "param_dtype": "bfloat16", **training}
     found = run(folder, "bf16", run={"device": "cuda"}, training=changes)
     losses, expected = (torch.tensor(curve)[:, 0] for curve in (found, on_cpu))
     torch.testing.assert_close(losses, expected, rtol=5e-3, atol=0)
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa", "flex"])
+@pytest.mark.parametrize(
+    "training",
+    [{}, {"compile": True, "activation_checkpointing": "full"}, {"activation_checkpointing": "selective"}],
+    ids=["eager", "full-compiled", "selective"],
+)
+def test_document_masks_follow_the_cpu(folder, attention, training):
+    def losses(name, device, attention, masked, **training):
+        return run(
+            folder,
+            name,
+            run={"device": device},
+            model={"attention": attention, "hidden_size": 64, "max_position_embeddings": 128},  # flex: 16 a head
+            data={"train": [{"path": str(folder / "data")}], "document_mask": masked},
+            training={"steps": 4, "seq_len": 128, **training},
+        )
+
+    expected = losses("cpu", "cpu", "sdpa", True)
+    found = losses("cuda", "cuda", attention, True, **training)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-3, atol=0)
+    assert losses("unmasked", "cpu", "sdpa", False)[-1][1] != pytest.approx(expected[-1][1], rel=5e-3)
 
 
 def test_resuming_is_bit_equal(folder):
