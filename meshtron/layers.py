@@ -21,7 +21,8 @@ _ATTENTION = (
     "meshtron.flash_attention_4",
     "flash_attn._flash_attn_forward",
 )
-# Operators whose results are kept. Attention's takes the longest to make again for its size.
+# Operators whose results are kept. Attention's takes the longest to make again for its size. FlexAttention is no
+# operator of this kind: it is computed again.
 _KEPT = {"full": _ATTENTION, "selective": _PRODUCTS + _ATTENTION}
 
 
@@ -76,29 +77,26 @@ def recompute_layers(layers: Iterable[nn.Module], mode: str) -> None:
         return run
 
     for layer in layers:
-        for method in getattr(layer, "recomputed_parts", ("forward",)) if mode == "full" else ("forward",):
-            _override([layer], method, f"Recomputed{mode.title()}", recomputed)
+        parts = getattr(layer, "recomputed_parts", ("forward",)) if mode == "full" else ("forward",)
+        for method in parts:
+            _override(layer, method, f"Recomputed{mode.title()}", recomputed)
 
 
 _subclasses: dict[tuple[type[nn.Module], str, str], type[nn.Module]] = {}
 
 
 def _override(
-    layers: Iterable[nn.Module],
-    method: str,
-    prefix: str,
-    change: Callable[[Callable[..., Any]], Callable[..., Any]],
+    layer: nn.Module, method: str, prefix: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> None:
-    """Give layers another ``method``, made from their class's own.
+    """Give a layer another ``method``, made from its class's own.
 
     One subclass serves all layers of a class: torch.compile then compiles their code once, not once a layer.
     """
-    for layer in layers:
-        kind = type(layer)
-        if (kind, method, prefix) not in _subclasses:
-            members = {method: change(getattr(kind, method))}
-            _subclasses[kind, method, prefix] = type(prefix + kind.__name__, (kind,), members)
-        layer.__class__ = _subclasses[kind, method, prefix]
+    kind = type(layer)
+    if (kind, method, prefix) not in _subclasses:
+        members = {method: change(getattr(kind, method))}
+        _subclasses[kind, method, prefix] = type(prefix + kind.__name__, (kind,), members)
+    layer.__class__ = _subclasses[kind, method, prefix]
 
 
 def _policy(kept: tuple[str, ...], context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -128,7 +126,8 @@ def compile_layers(layers: Iterable[nn.Module], *, tensor_parallel: bool) -> Non
         layer.compile(dynamic=False)
     if tensor_parallel:
         torch._functorch.config.enable_autograd_cache = False
-        _override(layers, "__call__", "Copying", _copying_inputs)
+        for layer in layers:
+            _override(layer, "__call__", "Copying", _copying_inputs)
 
 
 def _copying_inputs(inner: Callable[..., Any]) -> Callable[..., Any]:

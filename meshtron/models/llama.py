@@ -168,7 +168,7 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block."""
 
-    recomputed_parts = ("add_attention", "add_feed_forward")
+    recomputed_parts = ("add_attention", "add_feed_forward")  # for meshtron.layers.recompute_layers
 
     def __init__(self, config: LlamaConfig, attend: Attend) -> None:
         super().__init__()
